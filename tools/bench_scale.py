@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.config.tables.data import DataConfig
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import Stat, merge
@@ -125,8 +126,7 @@ def prompt_file(number: int, folder: Path) -> Callable[[], object]:
         )
         path.write_text("\n".join(lines) + "\n")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
-    names = {"prompt_field": "prompt", "answer_field": "answer", "chat_template": False, "max_prompt_tokens": 999}
-    return lambda: load_prompts(path, tokenizer=fast, **names)
+    return lambda: load_prompts(DataConfig(train=str(path)), fast)
 
 
 def ordering(number: int, _: Path) -> Run:

@@ -28,6 +28,7 @@ import megarl
 from megarl.config import Config
 from megarl.config.file import parse, split_overrides
 from megarl.core.types import Rollout
+from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.local.decode import sampling_logprobs
 from megarl.engines.local.engine import LocalEngine
@@ -38,7 +39,7 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.hf_files import HFCheckpoint
 from megarl.trainer.engines import make_engine
-from megarl.trainer.sampling.requests import EVALUATE, load_run_prompts, make_requests
+from megarl.trainer.sampling.requests import EVALUATE, make_requests
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import take_json
@@ -74,7 +75,7 @@ def sample(config: Config, num_responses: int) -> tuple[list[Rollout], list[floa
             started = time.perf_counter()
             engine.update_weights(((name, checkpoint.read(name)) for name in checkpoint.names()), version)
             seconds.append(time.perf_counter() - started)
-        prompts = load_run_prompts(config, load_model_tokenizer(config.model))
+        prompts = load_prompts(config.data, load_model_tokenizer(config.model))
         request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
         requests = [request_of(index % len(prompts), index // len(prompts))[0] for index in range(num_responses)]
         params = SamplingParams(max_response_tokens=config.rollout.max_response_tokens, return_routed_experts=True)

@@ -6,7 +6,7 @@ Memory: a parameter at a time towards Megatron, a file of ``shard_bytes`` toward
 import math
 import os
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from megarl.convert.megatron_files import (
     Keys,
     MegatronCheckpoint,
     Piece,
-    model_folder,
     parameter_shape,
     torch_dist_folder,
     units_of,
@@ -34,20 +33,8 @@ _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hid
 """Arguments that Megatron-LM compares with a checkpoint, or takes from a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """Result of a conversion."""
-
-    out: Path
-    num_bytes: int
-    dropped: list[str]
-    """Tensors of the source that were left out."""
-    about: str
-    """Family and names of the layers."""
-
-
-def to_megatron(source: Path, out: Path, options: Options) -> Converted:
-    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint.
+def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
+    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint; return its manifest.
 
     ConfigError for an unknown model, CheckpointError for an incomplete source or a full disk; ``out`` then stays.
     """
@@ -70,17 +57,22 @@ def to_megatron(source: Path, out: Path, options: Options) -> Converted:
             copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
         written = MegatronCheckpoint(job.folder, shape)
         job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
-        job.publish(to="megatron", family=shape.family, keys=asdict(keys), dropped=dropped)
-    return Converted(out, num_bytes, dropped, f"{shape.family}, names of {keys.layers} layers")
+        about = {"family": shape.family, "keys": asdict(keys), "dropped": dropped}
+        return job.publish(to="megatron", bytes=num_bytes, **about)
 
 
-def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Converted:
-    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; errors as in ``to_megatron``.
+def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict[str, Any]:
+    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; result and errors as in ``to_megatron``.
 
     model: a folder with config and tokenizer; None for the folder inside a converted checkpoint.
     """
     source = torch_dist_folder(source)
-    model = model_folder(source, model)
+    model = model or source / HF_FOLDER
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{model} holds no config.json, and a Megatron checkpoint does not say which model it holds: give --model, "
+            "a folder with the Hugging Face config and tokenizer"
+        )
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
@@ -101,8 +93,8 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> Conv
     with HFCheckpoint(job.folder) as hf:
         check_tensors(hf, hf_shapes(shape))
         job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
-    job.publish(to="hf", family=shape.family, keys=asdict(megatron.keys), dropped=megatron.dropped)
-    return Converted(out, sum(lengths), megatron.dropped, f"{shape.family}, names of {megatron.keys.layers} layers")
+    about = {"family": shape.family, "keys": asdict(megatron.keys), "dropped": megatron.dropped}
+    return job.publish(to="hf", bytes=sum(lengths), **about)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
@@ -188,7 +180,8 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         raise ConfigError(
             f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
         )
-    if line := describe_left_out(result.dropped):
+    if line := describe_left_out(result["dropped"]):
         print(printable(line))
-    print(f"{result.out}: {result.num_bytes / 2**30:.3f} GiB ({result.about})")
+    names = f"{result['family']}, names of {result['keys']['layers']} layers"
+    print(f"{out}: {result['bytes'] / 2**30:.3f} GiB ({names})")
     print("read back, inverted and compared with the source: every bit is equal")

@@ -150,15 +150,16 @@ class ConversionJob:
                 "again. If it repeats, disk or memory is damaged, the source changes, or the map is wrong"
             )
 
-    def publish(self, **manifest: Any) -> None:
-        """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of every file of weights in the folder."""
+    def publish(self, **manifest: Any) -> dict[str, Any]:
+        """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of its files of weights; return both."""
         files = sorted(path for path in self.folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
         with self.writing():
-            text = json.dumps({**manifest, "sha256": {file.name: sha256_of(file) for file in files}}, indent=1)
-            write_atomically(self.folder / MANIFEST, text.encode())
+            manifest["sha256"] = {file.name: sha256_of(file) for file in files}
+            write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
             outputs.seal(self.folder)
             self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")
             replace_folder(self.folder, self.out)
+        return manifest
 
 
 def shown(label: str, units: Sequence[T]) -> Iterable[T]:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from megarl.convert.torch_dist import Place, TorchDistReader
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError
 from megarl.files.foreign_json import read_regular
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import describe_faults
@@ -134,20 +134,6 @@ def torch_dist_folder(path: Path) -> Path:
         return folder
     steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
     return steps[-1][1] if steps else path
-
-
-def model_folder(source: Path, model: Path | None) -> Path:
-    """Return the folder with config and tokenizer of a Megatron checkpoint: ``model``, or a conversion's subfolder.
-
-    ConfigError if the folder has no config.json.
-    """
-    model = model or source / HF_FOLDER
-    if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"{model} holds no config.json, and a Megatron checkpoint does not say which model it holds: give --model, "
-            "a folder with the Hugging Face config and tokenizer"
-        )
-    return model
 
 
 class MegatronCheckpoint:

@@ -13,8 +13,7 @@ Both hold the experts of a layer as a single module.
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,42 +33,29 @@ _HIGH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EXPERTS = re.compile(r"(.*\.experts)\.")
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """Name, shape and dtype of a source tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def module(self) -> str:
-        """The engine's module that holds the tensor."""
-        experts = _EXPERTS.match(self.name)
-        return experts[1] if experts else self.name.removesuffix(_WEIGHT)
+def _module_of(name: str) -> str:
+    """Return the engine's module that holds a tensor."""
+    experts = _EXPERTS.match(name)
+    return experts[1] if experts else name.removesuffix(_WEIGHT)
 
 
-def select_tensors(tensors: Sequence[Tensor], block: tuple[int, int]) -> tuple[set[str], dict[str, Any]]:
-    """Return (names of the tensors that become FP8, ``quantization_config`` of the result).
+def select_tensors(tensors: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tuple[set[str], dict[str, Any]]:
+    """Return (names of the tensors that become FP8, ``quantization_config`` of the result); tensors without values.
 
     Matrices [rows, columns] of projections become FP8. ConfigError for weights that cannot be quantised, and for names
     that engines would confuse.
     """
-    quantized = {tensor.name for tensor in tensors if len(tensor.shape) == 2 and is_fp8_weight(tensor.name)}
+    quantized = {name for name, tensor in tensors.items() if tensor.dim() == 2 and is_fp8_weight(name)}
     if not quantized:
         raise ConfigError("no linear weight is left to be quantised: the model has none")
-    if integers := [f"{t.name} ({t.dtype})" for t in tensors if t.name in quantized and t.dtype not in _HIGH]:
+    if integers := [f"{name} ({t.dtype})" for name, t in tensors.items() if name in quantized and t.dtype not in _HIGH]:
         raise ConfigError(f"{some(integers)} are quantised already, expected weights in high precision")
-    if fused := [t.name for t in tensors if len(t.shape) > 2 and _EXPERTS.match(t.name)]:
+    if fused := [name for name, tensor in tensors.items() if tensor.dim() > 2 and _EXPERTS.match(name)]:
         raise ConfigError(f"{some(fused)} hold all experts of a layer, expected one matrix per expert")
-    matrices = (tensor for tensor in tensors if tensor.name not in quantized and len(tensor.shape) > 1)
-    kept = (tensor.module for tensor in matrices if tensor.name.endswith(_WEIGHT) or _EXPERTS.match(tensor.name))
+    matrices = (name for name, tensor in tensors.items() if name not in quantized and tensor.dim() > 1)
+    kept = (_module_of(name) for name in matrices if name.endswith(_WEIGHT) or _EXPERTS.match(name))
     modules = list(dict.fromkeys(["lm_head", *kept]))  # in model order, and lm_head always: a tied head has no tensor
-    converted = list(dict.fromkeys(t.module for t in tensors if t.name in quantized))
+    converted = list(dict.fromkeys(_module_of(name) for name in tensors if name in quantized))
     for name in modules:
         pattern = re.compile(name)
         if confused := [module for module in converted if pattern.match(module) or name in module]:
@@ -93,13 +79,13 @@ def quantize(source: Path, out: Path, options: Options) -> None:
         )
     hf = HFCheckpoint(source)
     require_unchanged(source)
-    tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
+    tensors = {name: torch.empty(hf.shape(name), dtype=hf.dtype(name), device="meta") for name in hf.names()}
     quantized, config = select_tensors(tensors, options.block)
-    sizes = [_num_bytes(tensor, quantized, options.block) for tensor in tensors]
-    shards = pack_shards(tensors, sizes, options.shard_bytes)
+    sizes = [_num_bytes(t, options.block) if name in quantized else t.nbytes for name, t in tensors.items()]
+    shards = pack_shards([*tensors], sizes, options.shard_bytes)
 
-    def encode(tensor: Tensor) -> dict[str, torch.Tensor]:
-        name, content = tensor.name, hf.read(tensor.name)
+    def encode(name: str) -> dict[str, torch.Tensor]:
+        content = hf.read(name)
         if content.is_floating_point() and not (finite := content.isfinite()).all():
             raise NumericsError(
                 f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is "
@@ -114,20 +100,18 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     job.write_shards(shards, sum(sizes), encode, copy)
     with HFCheckpoint(job.folder) as written:
 
-        def find_changed(tensor: Tensor) -> list[str]:
-            expected = encode(tensor).items()
-            return [name for name, tensor in expected if not same_bits(written.stored(name), tensor)]
+        def find_changed(name: str) -> list[str]:
+            return [name for name, tensor in encode(name).items() if not same_bits(written.stored(name), tensor)]
 
         job.verify(shards, find_changed)
     job.publish(to="fp8", block=options.block)
-    before, (rows, columns) = sum(tensor.num_bytes for tensor in tensors), options.block
+    before, (rows, columns) = sum(tensor.nbytes for tensor in tensors.values()), options.block
     print(
         f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns}; "
         f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified"
     )
 
 
-def _num_bytes(tensor: Tensor, quantized: set[str], block: tuple[int, int]) -> int:
-    if tensor.name not in quantized:
-        return tensor.num_bytes
-    return math.prod(tensor.shape) + torch.float32.itemsize * math.prod(grid_of(tensor.shape, block))
+def _num_bytes(tensor: torch.Tensor, block: tuple[int, int]) -> int:
+    """Return the bytes of a matrix in FP8 with its scales."""
+    return tensor.numel() + torch.float32.itemsize * math.prod(grid_of(tensor.shape, block))

@@ -100,18 +100,9 @@ def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Confi
     """Return the prompts of a benchmark, at most ``eval.max_prompts``. DataError if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 
-    return load_prompts(
-        benchmark.source,
-        tokenizer=tokenizer,
-        prompt_field=benchmark.prompt_field,
-        answer_field=benchmark.answer_field,
-        chat_template=config.data.chat_template,
-        chat_template_args=config.data.chat_template_args,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        split=benchmark.split,
-        limit=config.eval.max_prompts,
-        template=benchmark.template,
-    )
+    fields = {name: getattr(benchmark, name) for name in ("prompt_field", "answer_field", "split")}
+    data = config.data.model_copy(update={"train": benchmark.source, **fields})
+    return load_prompts(data, tokenizer, config.eval.max_prompts, benchmark.template)
 
 
 def _read_word(word: str, config: Config) -> Benchmark:

@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -48,7 +48,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU)
 Call = ProcessFuture[Verdict | ConfigError]
 
 
-class Judge:
+class Judge(contextlib.AbstractContextManager["Judge"]):
     """Calls a reward function, for several responses at a time.
 
     - Functions marked ``instantaneous`` (such as ``exact_match``) run in the caller.
@@ -105,9 +105,6 @@ class Judge:
         self._idle: list[ProcessPool] = []
         self._busy: dict[ProcessPool, Call | None] = {}
         self._closed = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,8 @@ from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from megarl.config import Config
+from megarl.config.tables.data import DataConfig
 from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.data.tokenizer import count_rows, tokenize
 from megarl.errors import ConfigError, DataError
@@ -55,67 +56,47 @@ class Demonstration:
 
 
 def load_prompts(
-    source: str | Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_field: str,
-    answer_field: str,
-    chat_template: bool,
-    max_prompt_tokens: int,
-    split: str | None = None,
-    limit: int | None = None,
-    template: str | None = None,
-    chat_template_args: Mapping[str, Any] = {},
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, template: str | None = None
 ) -> list[Prompt]:
-    """Read and tokenize all prompts of a source. No prompt is dropped or shortened.
+    """Read and tokenize all prompts of ``data.train``. No prompt is dropped or shortened.
 
-    source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or a
-    whole number; write other numbers as text, because 0.10 and 1e-1 would be compared as text. template: text around a
-    plain-text prompt, with ``{prompt}`` in its place; applied before the chat template. chat_template_args: variables
-    of the chat template.
+    limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or a whole number;
+    write other numbers as text, because 0.10 and 1e-1 would be compared as text. template: text around a plain-text
+    prompt, with ``{prompt}`` in its place; applied before the chat template.
 
     Raises:
         DataError: with file and line; a broken line, missing field, wrong type, empty prompt, no answer, prompt longer
-            than ``max_prompt_tokens``, chat messages together with ``template``, a text that went through a chat
+            than ``data.max_prompt_tokens``, chat messages together with ``template``, a text that went through a chat
             template before and would get its marks again, or a token that the model has no row for.
         ConfigError: ``chat_template`` is on, but the tokenizer has none; an argument that the template never reads.
     """
-    reader = PromptReader(tokenizer, prompt_field, chat_template, template, chat_template_args)
+    reader = PromptReader(tokenizer, data, template)
 
     def read(place: str, record: Record) -> tuple[Text, str]:
         text = reader.text(record, place)
-        return text, answer_text(get_field(record, answer_field, place), answer_field, place)
+        return text, answer_text(get_field(record, data.answer_field, place), data.answer_field, place)
 
-    rows = [read(place, record) for place, record in read_records(source, split=split, limit=limit)]
-    encoded = reader.encode([text for text, _ in rows], max_prompt_tokens)
+    rows = [read(place, record) for place, record in read_records(data.train, split=data.split, limit=limit)]
+    encoded = reader.encode([text for text, _ in rows], data.max_prompt_tokens)
     return [
         Prompt(index, np.array(tokens, np.int32), text.text, answer, text.place)
         for index, ((text, answer), tokens) in enumerate(zip(rows, encoded, strict=True))
     ]
 
 
-def load_demonstrations(
-    path: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_field: str = "prompt",
-    response_field: str = "response",
-    *,
-    chat_template: bool = False,
-    chat_template_args: Mapping[str, Any] = {},
-    max_prompt_tokens: int | None = None,
-    max_response_tokens: int | None = None,
-    max_positions: int | None = None,
-) -> list[Demonstration]:
+def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> list[Demonstration]:
     """Read demonstrations for supervised training: prompt, response, end token; loss on response and end token.
 
     Prompt and response are tokenized apart, so that the response begins as in sampling. A response that ends with the
-    end token gets no second end token. Limits are in tokens (None: no limit): of the prompt, of the response with the
-    end token, and of both together.
+    end token gets no second end token. Limits are ``data.max_prompt_tokens``, ``rollout.
+    max_response_tokens`` with the end token, and ``max_positions`` of both together.
 
     DataError with file and line, as in :func:`load_prompts`, for a length above a limit, and for a response that begins
     with the end of its prompt. ConfigError as in :func:`load_prompts`, and without an end token.
     """
-    reader = PromptReader(tokenizer, prompt_field, chat_template, None, chat_template_args)
+    sft, data = config.sft, config.data
+    assert sft is not None, "there is an [sft] table"
+    reader = PromptReader(tokenizer, data.model_copy(update={"prompt_field": sft.prompt_field}))
     end_token = tokenizer.eos_token_id
     if not isinstance(end_token, int):
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
@@ -126,23 +107,23 @@ def load_demonstrations(
 
     def read(place: str, record: Record) -> tuple[Text, Text]:
         text = reader.text(record, place)
-        response = get_field(record, response_field, place)
+        response = get_field(record, sft.response_field, place)
         if not isinstance(response, str):
-            raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
+            raise DataError(f"{place}: {sft.response_field!r} is {type_name(response)}, expected text")
         if not response:
-            raise DataError(f"{place}: {response_field!r} is empty: there is nothing to imitate")
+            raise DataError(f"{place}: {sft.response_field!r} is empty: there is nothing to imitate")
         return text, Text(place, response, plain=False)
 
     demonstrations: list[Demonstration] = []
-    rows = [read(place, record) for place, record in read_records(path)]
-    prompts = reader.encode([text for text, _ in rows], max_prompt_tokens)
-    responses = reader.encode_responses([response for _, response in rows], prompts, response_field)
+    rows = [read(place, record) for place, record in read_records(sft.data)]
+    prompts = reader.encode([text for text, _ in rows], data.max_prompt_tokens)
+    responses = reader.encode_responses([response for _, response in rows], prompts, sft.response_field)
     for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
         if ids[-1] != end_token:
             ids.append(end_token)
         tokens = np.array([*prompt, *ids], dtype=np.int32)
         limit = ("the response with its end", "rollout.max_response_tokens")
-        _check_length(len(ids), max_response_tokens, *limit, text.place)
+        _check_length(len(ids), config.rollout.max_response_tokens, *limit, text.place)
         _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
         demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
     return demonstrations
@@ -203,19 +184,12 @@ class Text(NamedTuple):
 class PromptReader:
     """Makes the text of a record's prompt, and tokens of texts; refuses texts that the model would get changed."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        field: str,
-        chat_template: bool = False,
-        template: str | None = None,
-        arguments: Mapping[str, Any] = {},
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, template: str | None = None) -> None:
         """The parameters and ConfigError are those of :func:`load_prompts`."""
-        self._tokenizer, self._field, self._template = tokenizer, field, template
-        self._renders_text, self._needs_chat = chat_template, bool(arguments)
-        self._chat = ChatTemplate(tokenizer, arguments) if tokenizer.chat_template else None
-        for key, is_set in (("chat_template", chat_template), ("chat_template_args", self._needs_chat)):
+        self._tokenizer, self._field, self._template = tokenizer, data.prompt_field, template
+        self._renders_text, self._needs_chat = data.chat_template, bool(data.chat_template_args)
+        self._chat = ChatTemplate(tokenizer, data.chat_template_args) if tokenizer.chat_template else None
+        for key, is_set in (("chat_template", data.chat_template), ("chat_template_args", self._needs_chat)):
             if is_set and self._chat is None:
                 raise ConfigError(f"data.{key} is set, but the tokenizer has no chat template: remove it")
         self.has_chat = self._chat is not None

@@ -1,7 +1,7 @@
 """Sampling: from a prompt to a response with log-probabilities, routes and reward.
 
-player      draws the samples of a sampling rule; a sample is an episode and its reward
-episodes    turns of the model and answers of an environment, joined into a sequence
+player      draws the samples of a sampling rule; a sample is an episode, turns and answers of an environment, and its
+            reward
 protocol    the protocol of every sampling engine; an episode sees its ``Session``
 weights     the tensors that an engine expects, and their form
 buckets     takes in a weight update: checks the tensors and converts them by shape, in flat pieces of memory

@@ -152,19 +152,15 @@ class Intake:
         """Return the intake of an update for servers, with buckets of a sixteenth of the model."""
         return cls(shapes, version, form, bucket_bytes(sum(map(math.prod, shapes.values())), BUCKET_BYTES))
 
-    def buckets(
-        self, tensors: Iterable[Named], allocate: Allocate = _empty, max_bytes: int | None = None
-    ) -> Generator[Bucket, None, None]:
+    def buckets(self, tensors: Iterable[Named], allocate: Allocate = _empty) -> Generator[Bucket, None, None]:
         """Yield the buckets; WeightSyncError unless the tensors are exactly ``shapes``, each once and finite.
 
         Names and shapes are checked before a tensor enters a bucket: SGLang reports success for unknown names and
         incomplete updates, and a wrong shape ends the server. Missing and non-finite tensors are reported after the
-        last bucket, so that the host waits for the device once. max_bytes: of a bucket; None: ``max_bytes`` of the
-        intake.
+        last bucket, so that the host waits for the device once.
         """
         names, finite = list[str](), [torch.ones(0, dtype=torch.bool)]
-        limit = self.max_bytes if max_bytes is None else max_bytes
-        for bucket in split_into_buckets(self._check(tensors), limit, self.shapes, allocate, self.form):
+        for bucket in split_into_buckets(self._check(tensors), self.max_bytes, self.shapes, allocate, self.form):
             names += bucket.names
             finite.append(bucket.finite)
             yield bucket

@@ -1,23 +1,35 @@
-"""Plays samples (an episode and a reward each), and draws the samples that a sampling rule asks for."""
+"""Draws the samples that a sampling rule asks for: an episode of one or several turns, and its reward.
+
+The model writes, an environment answers, and the turns become one sequence. Sampled tokens are never tokenized again.
+The tokens of an observation are appended and left out of loss and ratios. The next turn continues from these tokens, so
+columns and routes of all turns line up.
+
+- **Ends normally** (judged and trained): the environment reports the end; turns or tokens are spent.
+- **Fails** (not trained): the environment raises or returns no observation; an answer takes longer than ``step_s``; the
+  episode takes longer than ``episode_s``; the engine aborts a turn.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import math
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.core.sampling.collector import Ask
+from megarl.core.sampling.collector import Ask, Collector, FixedSamples, Key
 from megarl.core.types import Rollout, SampleRequest
-from megarl.data.judge import Judge
+from megarl.data.judge import Judge, is_being_cancelled
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import Verdict
 from megarl.data.tokenizer import step_tokens
-from megarl.engines.episodes import EpisodeLimits, EpisodeResult, play
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
-from megarl.engines.tools.protocol import Environment
-from megarl.errors import RequestError
+from megarl.engines.tools.protocol import Environment, Episode, ModelTurn, Observation
+from megarl.errors import ConfigError, RequestError, RolloutError, describe_call, may_pass
+from megarl.routes.turns import join, known_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,53 @@ class Sample:
     """Several rewards, in the order of ``reward.weights``; empty with one reward, or for a stopped response."""
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Bounds on a rollout, in tokens, turns and seconds."""
+
+    response_tokens: int
+    """Tokens of all turns and observations together."""
+    turns: int = 1
+    """Turns of the model, at most."""
+    turn_tokens: int | None = None
+    """Tokens of one turn; None: no limit per turn."""
+    positions: int | None = None
+    """Positions of the model, prompt included; None: no limit."""
+    vocabulary: int | None = None
+    """Tokens with a row in the model's embedding; None: unknown."""
+    step_s: float = 60.0
+    """Seconds for one answer of the environment."""
+    episode_s: float = 1800.0
+    """Seconds from the end of the first turn to the end of the rollout."""
+
+    def tokens_left(self, num_tokens: int, prompt_length: int) -> int:
+        """Returns how many tokens may follow a sequence of ``num_tokens``."""
+        budget = self.response_tokens - (num_tokens - prompt_length)
+        # One position stays free: an SGLang server refuses a request that could fill the last position.
+        return budget if self.positions is None else min(budget, self.positions - num_tokens - 1)
+
+
+@dataclass(slots=True)
+class EpisodeResult:
+    """An episode, as far as it has come."""
+
+    rollout: Rollout | None = None
+    """All turns as one sequence; None if the first turn failed. finish_reason: of the last turn; length if a limit
+    ended the episode; abort if the episode failed."""
+    turn_ends: list[int] = field(default_factory=list)
+    """Index of the last token of each turn of the model."""
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """The environment's reward of each turn; None: no reward."""
+    failure: str | None = None
+    """Why the episode failed, in one line; None: it did not fail."""
+    may_pass: bool = False
+    """Whether the cause is outside of the environment: a server, a time-out, the engine."""
+
+
+class EpisodeError(Exception):
+    """This episode cannot continue; other episodes can."""
+
+
 class Player:
     """Plays episodes and has them judged, in one event loop at a time."""
 
@@ -84,16 +143,9 @@ class Player:
         Other errors of the engine are raised.
         """
         try:
-            if self._environment is None:
-                rollout = await session.sample(request)
-                played = EpisodeResult(rollout, [rollout.num_tokens - 1], [None])
-            else:
-                places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency))
-                world = self._environment, self._tokenizer, self._limits, places
-                played = await play(session, request, prompt.text, *world)
+            played = await self.play_episode(session, request, prompt.text)
         except RequestError as error:
-            failure = Failure(str(error), describe_input(prompt=prompt.text), may_pass=True, of_episode=True)
-            return Sample(None, None, failure=failure)
+            played = EpisodeResult(failure=str(error), may_pass=True)
         if played.rollout is None or played.failure is not None:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)
@@ -108,6 +160,78 @@ class Player:
             failure = Failure(verdict.error, about, verdict.may_pass)
         turns = len(played.turn_ends)
         return Sample(played.rollout, verdict.reward, steps, turns, failure, verdict.timed_out, verdict.components)
+
+    async def play_episode(self, session: Session, request: SampleRequest, prompt: str) -> EpisodeResult:
+        """Play an episode to its end; equal request, weights and answers give an equal sequence.
+
+        prompt: the text of the request's tokens. Failures of the environment and deadlines fail this episode alone;
+        errors of the engine are raised.
+        """
+        if self._environment is None:
+            rollout = await session.sample(request)
+            return EpisodeResult(rollout, [rollout.num_tokens - 1], [None])
+        result, limits = EpisodeResult(), self._limits
+        episode: Episode | None = None
+        failure, passing = None, True
+        try:
+            async with asyncio.timeout(None) as clock:
+                with _foreign("the environment failed to begin"):
+                    episode = self._environment.begin(prompt, request.seed)
+                await self._play_turns(result, session, request, episode, clock)
+        except TimeoutError:
+            failure = f"the episode took more than {limits.episode_s:g} s"
+        except EpisodeError as error:
+            failure, passing = str(error), may_pass(error)
+        finally:
+            if episode is not None:
+                try:
+                    with _foreign("the environment failed to close"):
+                        async with asyncio.timeout(limits.step_s):
+                            await episode.close()
+                except (EpisodeError, ConfigError) as error:  # an error raised here would hide an error of the engine
+                    failure, passing = failure or str(error), passing and may_pass(error)
+        result.failure, result.may_pass = failure, failure is not None and passing
+        if result.rollout is not None and failure is not None:
+            result.rollout = replace(result.rollout, finish_reason="abort")
+        return result
+
+    async def _play_turns(
+        self, result: EpisodeResult, session: Session, request: SampleRequest, episode: Episode, clock: asyncio.Timeout
+    ) -> None:
+        """Add turns to the result until the episode has ended."""
+        tokenizer, limits = self._tokenizer, self._limits
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency))
+        tokens, prompt_length = request.prompt_tokens, len(request.prompt_tokens)
+        for index in range(limits.turns):
+            budget = limits.tokens_left(len(tokens), prompt_length)
+            if budget < 1:  # only in the first turn: the room for later turns is checked below
+                raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
+            limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
+            earlier, seed = result.rollout, turn_seed(request.seed, index)
+            known = 0 if earlier is None else known_rows(earlier)
+            asked = replace(request, prompt_tokens=tokens, seed=seed, known_rows=known, max_response_tokens=limit)
+            turn = await session.sample(asked)
+            if turn.finish_reason == "abort":
+                raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
+            result.rollout = whole = turn if earlier is None else join(earlier, turn)
+            result.turn_ends.append(turn.num_tokens - 1)
+            result.turn_rewards.append(None)
+            if index == 0:  # the first turn may have waited long in the engine's queue
+                clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
+            generated = whole.num_tokens - len(tokens)
+            if whole.finish_reason == "length" and (generated == budget or generated < limit):
+                return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
+            written = whole.tokens[len(tokens) :].copy()  # the environment may change the copy
+            text = str(tokenizer.decode(written, skip_special_tokens=True))
+            step = ModelTurn(index, written, text, whole.finish_reason)
+            observation = await _step(episode, step, limits.step_s, places)
+            result.turn_rewards[-1] = None if observation.reward is None else float(observation.reward)
+            if observation.done:
+                return
+            tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text, limits.vocabulary)])
+            if index + 1 == limits.turns or limits.tokens_left(len(tokens), prompt_length) < 1:
+                result.rollout = replace(whole, finish_reason="length")
+                return
 
     def close(self) -> None:
         """End the processes of the reward."""
@@ -132,27 +256,73 @@ class Player:
         return tuple(sorted(rewards))
 
 
-Key = tuple[int, int]
-"""(prompt, sample)."""
+def turn_seed(seed: int, turn: int) -> int:
+    """Returns the seed of a turn; the first turn has the episode's own."""
+    return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
+
+
+@contextmanager
+def _foreign(failed: str) -> Iterator[None]:
+    """Around foreign code: an error costs one episode, and is raised as EpisodeError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        # The environment has cancelled a task of its own. A raised CancelledError would look like a dropped episode.
+        raise EpisodeError(f"{failed}: CancelledError") from error
+    except (Exception, SystemExit) as error:
+        raise EpisodeError(f"{failed}: {describe_call(error)}") from error
+
+
+async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
+    """Return the environment's answer; EpisodeError if the answer is late, raises, or is no observation."""
+    async with places:
+        deadline = asyncio.timeout(seconds)
+        try:
+            with _foreign(f"turn {turn.index}: the environment failed"):
+                async with deadline:
+                    observation = await episode.step(turn)
+                # An environment may swallow the CancelledError of the deadline, or of the current task.
+                if deadline.expired():
+                    raise TimeoutError
+                if is_being_cancelled():
+                    raise asyncio.CancelledError
+                if not isinstance(observation, Observation):
+                    raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
+                text, reward = observation.text, observation.reward
+                if not isinstance(text, str) or not (reward is None or isinstance(reward, numbers.Real)):
+                    told = f"{text!r:.80} and the reward {reward!r:.80}, expected text and a number"
+                    raise TypeError(f"its observation has {told}")
+        except EpisodeError as error:
+            if isinstance(error.__cause__, TimeoutError) and deadline.expired():
+                raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
+            raise
+    if observation.reward is not None and not math.isfinite(observation.reward):
+        raise EpisodeError(f"turn {turn.index}: the environment gave the reward {observation.reward}")
+    return observation
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
+    if not text:
+        return np.zeros(0, dtype=np.int32)
+    try:
+        tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    except Exception as error:  # tokenizers without byte fallback raise various errors for some texts
+        raise EpisodeError(f"the tokenizer cannot read the observation {text[:80]!r}: {error}") from error
+    if vocabulary is not None and tokens.max(initial=0) >= vocabulary:
+        raise EpisodeError(f"the observation {text[:80]!r} holds token {tokens.max()}; the model has {vocabulary} rows")
+    return tokens
+
+
 RequestOf = Callable[[int, int], tuple[SampleRequest, Prompt]]
 """(prompt, sample) -> the request to the engine, and the problem."""
 
 
-class Asker(Protocol):
-    """Decides what to draw next, as ``megarl.core.sampling.collector.Collector`` does."""
-
-    def start(self) -> Sequence[Ask]:
-        """Returns the first samples to draw."""
-        ...
-
-    def add(self, prompt: int, sample: int, reward: float | None) -> Sequence[Ask]:
-        """Take a sample that has arrived; return the samples to draw next."""
-        ...
-
-    @property
-    def done(self) -> bool:
-        """Whether the samples suffice: samples in flight are not needed."""
-        ...
+Asker = Collector | FixedSamples
+"""Decides what to draw next."""
 
 
 class Draw:

@@ -63,10 +63,6 @@ class HFCheckpoint:
         """Return the names of all tensors, without FP8 scales."""
         return self._names.keys()
 
-    def files(self) -> list[Path]:
-        """Return the files of the weights."""
-        return sorted({*self._files.values()})
-
     def names_of_prediction_layers(self) -> set[str]:
         """Return the tensors of layers behind the model's layers that have an ``eh_proj``."""
         last = self._config.get("num_hidden_layers") or 0

@@ -72,19 +72,8 @@ def sft(config: Config) -> None:
 
 def read_demonstrations(config: Config) -> list[Demonstration]:
     """Read the demonstrations of the [sft] table; errors as in ``load_demonstrations``."""
-    settings = config.sft
-    assert settings is not None, "there is an [sft] table"
-    return load_demonstrations(
-        settings.data,
-        load_model_tokenizer(config.model),
-        settings.prompt_field,
-        settings.response_field,
-        chat_template=config.data.chat_template,
-        chat_template_args=config.data.chat_template_args,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-        max_positions=read_shape(config.model.path).max_sequence_length,
-    )
+    positions = read_shape(config.model.path).max_sequence_length
+    return load_demonstrations(config, load_model_tokenizer(config.model), positions)
 
 
 def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:

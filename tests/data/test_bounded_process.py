@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from families import write_family
+from loading import load as load_file
 
-from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.files.bounded_process import BoundedProcess
@@ -42,7 +42,7 @@ def test_a_hostile_template_is_one_line(name: str, tmp_path: Path, write_jsonl: 
     template, told = HOSTILE[name]
     tokenizer = load_tokenizer(write_family(tmp_path / "model", "qwen3", chat_template=template), "model.path")
     path = write_jsonl({"prompt": "1+1", "answer": "2"})
-    load = partial(load_prompts, path, tokenizer=tokenizer, prompt_field="prompt", answer_field="answer")
+    load = partial(load_file, path, tokenizer)
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(DataError) as caught:
         load(chat_template=True, max_prompt_tokens=50)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loading import load
 from transformers import PreTrainedTokenizerFast
 
 from megarl.cli import main
 from megarl.data.prepare import prepare as writing
 from megarl.data.prepare.command import Data
 from megarl.data.prepare.prepare import judge_answer
-from megarl.data.prompts import load_prompts
 from megarl.data.rewards import math_strict
 from megarl.errors import ConfigError, DataError
 
@@ -99,14 +99,8 @@ def test_the_trainer_reads_what_the_models_chat_template_makes(
     recipe = Recipe(system="a", model=tmp_path / "model", max_prompt_tokens=9)
     assert prepare(str(source), tmp_path / "out", recipe) == {"read": 2, "train": 1, "too long": 1}
     for chat_template in (False, True):
-        (prompt,) = load_prompts(
-            tmp_path / "out" / "train.jsonl",
-            tokenizer=tokenizer,
-            prompt_field="prompt",
-            answer_field="answer",
-            chat_template=chat_template,
-            max_prompt_tokens=9,
-        )
+        path = tmp_path / "out" / "train.jsonl"
+        (prompt,) = load(path, tokenizer, chat_template=chat_template, max_prompt_tokens=9)
         assert (prompt.text, prompt.answer, len(prompt.tokens)) == ("<s>a<e><u>1+1<e><a>", "2", 9)
 
 

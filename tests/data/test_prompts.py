@@ -12,20 +12,16 @@ import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loading import load, load_shown
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data import tokenizer as tokenizer_module
-from megarl.data.prompts import Prompt, PromptOrder, load_demonstrations, load_prompts
+from megarl.data.prompts import PromptOrder
 from megarl.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
 Make = Callable[..., PreTrainedTokenizerFast]
-
-
-def load(source: Path | str, tokenizer: PreTrainedTokenizerFast, **options: object) -> list[Prompt]:
-    settings = {"prompt_field": "prompt", "answer_field": "answer", "chat_template": False, "max_prompt_tokens": 50}
-    return load_prompts(source, tokenizer=tokenizer, **(settings | options))  # type: ignore[arg-type]
 
 
 def test_jsonl_gives_tokens_text_answer_and_place(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -134,7 +130,7 @@ def test_a_dataset_folder_through_datasets(
 
 def test_demonstrations_end_once_and_mask_the_prompt(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_jsonl({"prompt": "21=", "response": "12"}, {"prompt": "3=", "response": "3<e>"})
-    first, second = load_demonstrations(path, tokenizer, "prompt", "response")
+    first, second = load_shown(path, tokenizer)
     assert tokenizer.decode(first.tokens) == "21=12<e>"
     assert first.loss_mask.tolist() == [False] * 3 + [True] * 3
     assert first.tokens.dtype == np.int32
@@ -147,22 +143,22 @@ def test_demonstrations_end_once_and_mask_the_prompt(write_jsonl: Write, tokeniz
 
 def test_bad_demonstrations(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast, make_tokenizer: Make) -> None:
     with pytest.raises(DataError, match=r":1: 'response' is empty"):
-        load_demonstrations(write_jsonl({"prompt": "21=", "response": ""}), tokenizer)
+        load_shown(write_jsonl({"prompt": "21=", "response": ""}), tokenizer)
     with pytest.raises(DataError, match=r":1: 'response' is null"):
-        load_demonstrations(write_jsonl({"prompt": "21=", "response": None}), tokenizer)
+        load_shown(write_jsonl({"prompt": "21=", "response": None}), tokenizer)
     path = write_jsonl({"prompt": "21=", "response": "12"})
     for limit, name, found in (
         ("max_prompt_tokens", "prompt has 3 tokens, more than data.max_prompt_tokens = 2", 3),
         ("max_response_tokens", "response with its end has 3 tokens, more than rollout.max_response_tokens = 2", 3),
         ("max_positions", "prompt with response has 6 tokens, more than the model's positions = 5", 6),
     ):
-        assert len(load_demonstrations(path, tokenizer, **{limit: found})) == 1  # type: ignore[arg-type]
+        assert len(load_shown(path, tokenizer, **{limit: found})) == 1
         with pytest.raises(DataError, match=f":1: (the )?{re.escape(name)}"):
-            load_demonstrations(path, tokenizer, **{limit: found - 1})  # type: ignore[arg-type]
+            load_shown(path, tokenizer, **{limit: found - 1})
     with pytest.raises(ConfigError, match="no chat template"):
-        load_demonstrations(path, tokenizer, chat_template=True)
+        load_shown(path, tokenizer, chat_template=True)
     with pytest.raises(ConfigError, match="no eos_token"):
-        load_demonstrations(path, make_tokenizer(eos_token=None))
+        load_shown(path, make_tokenizer(eos_token=None))
 
 
 @given(num_prompts=st.integers(1, 40), seed=st.integers(0, 2**64 - 1), cuts=st.lists(st.integers(0, 60), max_size=6))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import loading
 import pytest
 from families import FAMILIES, write_family
 from transformers import PreTrainedTokenizerBase
@@ -14,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import file as config_file
 from megarl.data.prepare.command import Data
 from megarl.data.prepare.prepare import prepare
-from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.tokenizer import count_rows, load_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.trainer.sampling.evaluation import turn_ends
 
 Write = Callable[..., Path]
+load = partial(loading.load, chat_template=True)
 QUESTION = "Each user has an assistant. What is 1+1?"
 WITH_BEGIN = [name for name, settings in FAMILIES.items() if settings.get("prefix")]
 INNOCENT = [
@@ -32,11 +34,6 @@ INNOCENT = [
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(write_family(tmp_path / "model", request.param), "model.path")
-
-
-def load(path: Path, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Any:
-    names = {"prompt_field": "prompt", "answer_field": "answer", "chat_template": True, "max_prompt_tokens": 200}
-    return load_prompts(path, tokenizer=tokenizer, **(names | options))
 
 
 def render(tokenizer: PreTrainedTokenizerBase, *contents: str) -> str:
@@ -105,11 +102,11 @@ def test_a_response_does_not_begin_with_what_its_prompt_ends_with(
     plain = render(tokenizer, QUESTION).removeprefix("".join(FAMILIES[name].get("prefix", [])))
     for prompt, chat in ((QUESTION, True), (plain, False)):
         good = [{"prompt": prompt, "response": text} for text in ("2", "<answer>2</answer>", "</think>assistant")]
-        assert len(load_demonstrations(write_jsonl(*good), tokenizer, chat_template=chat)) == 3
+        assert len(loading.load_shown(write_jsonl(*good), tokenizer, chat_template=chat)) == 3
         for opening in openings:
             path = write_jsonl(*good, {"prompt": prompt, "response": f"{opening}2"})
             with pytest.raises(DataError, match=r"train\.jsonl:4: the response \('response'\) begins with"):
-                load_demonstrations(path, tokenizer, chat_template=chat)
+                loading.load_shown(path, tokenizer, chat_template=chat)
 
 
 class TestRows:
@@ -131,12 +128,12 @@ class TestRows:
         with pytest.raises(DataError, match=told):
             load(path, short, chat_template=chat)
         with pytest.raises(DataError, match=told):
-            load_demonstrations(path, short, chat_template=chat)
+            loading.load_shown(path, short, chat_template=chat)
         with pytest.raises(DataError, match=told):
             prepare(Data("prepare", str(path), tmp_path / "out", model=Path(short.name_or_path)))
         path = write_jsonl({**fine, "response": "<think> 1"}, {**fine, "response": "2</think>"})
         with pytest.raises(DataError, match=r"train\.jsonl:2: the response \('response'\) holds '</think>', token"):
-            load_demonstrations(path, short, chat_template=chat)
+            loading.load_shown(path, short, chat_template=chat)
 
     def test_an_end_token_without_a_row_is_refused(self, tmp_path: Path, write_jsonl: Write) -> None:
         folder = write_family(tmp_path / "model", "qwen3", eos_token="</think>")
@@ -152,7 +149,7 @@ class TestRows:
         with pytest.raises(ConfigError, match=rf"ends turns with token {rows - 1}, but the model has {rows - 1} rows"):
             turn_ends(config, tokenizer)
         with pytest.raises(ConfigError, match="eos_token is"):
-            load_demonstrations(write_jsonl({"prompt": "1", "response": "1"}), tokenizer)
+            loading.load_shown(write_jsonl({"prompt": "1", "response": "1"}), tokenizer)
 
 
 class TestArguments:
@@ -166,7 +163,7 @@ class TestArguments:
         for off in (False, True):
             options: dict[str, Any] = {"chat_template_args": arguments} if off else {}
             (prompt,) = load(path, qwen, **options)
-            (shown,) = load_demonstrations(path, qwen, chat_template=True, **options)
+            (shown,) = loading.load_shown(path, qwen, chat_template=True, **options)
             found[off] = prompt.text
             assert shown.tokens[: len(prompt.tokens)].tolist() == prompt.tokens.tolist()
         assert found[True] == f"{found[False]}<think>\n\n</think>\n\n"

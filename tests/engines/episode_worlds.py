@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from rollout_oracle import Oracle
@@ -13,7 +14,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.engines.episodes import EpisodeLimits, EpisodeResult, play
+from megarl.data.judge import Judge
+from megarl.engines.player import EpisodeLimits, EpisodeResult, Player
 from megarl.engines.protocol import Engine, SamplingParams, Session
 from megarl.engines.tools.protocol import Environment, Episode, ModelTurn, Observation
 
@@ -84,25 +86,26 @@ async def for_ever(_: ModelTurn) -> Observation:
     raise AssertionError("unreachable")
 
 
+def player_of(environment: Environment, limits: EpisodeLimits, concurrency: int = 4) -> Player:
+    """A player of episodes, which nobody judges."""
+    return Player(merging_tokenizer(), cast(Judge, None), limits, environment, concurrency)
+
+
 def play_all(
     engine: Engine,
     requests: Sequence[SampleRequest],
     environments: Environment | Sequence[Environment],
     limits: EpisodeLimits | Sequence[EpisodeLimits],
     params: SamplingParams,
-    concurrency: int = 64,
 ) -> list[EpisodeResult | None]:
     """The episodes of all requests in one session; None where one was cancelled."""
     found: list[EpisodeResult | None] = [None] * len(requests)
-    tokenizer = merging_tokenizer()
 
     def begin(session: Session) -> None:
-        places = asyncio.Semaphore(concurrency)
-
         async def one(i: int) -> None:
             environment = environments[i] if isinstance(environments, Sequence) else environments
             bounds = limits[i] if isinstance(limits, Sequence) else limits
-            found[i] = await play(session, requests[i], f"prompt {i}", environment, tokenizer, bounds, places)
+            found[i] = await player_of(environment, bounds).play_episode(session, requests[i], f"prompt {i}")
 
         for i in range(len(requests)):
             session.start(one(i))

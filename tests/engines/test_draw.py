@@ -21,9 +21,8 @@ from megarl.core.sampling.collector import Ask, Collector, Selection
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
-from megarl.engines.episodes import EpisodeLimits
 from megarl.engines.local.engine import BatchSession, LocalEngine
-from megarl.engines.player import Draw, Player
+from megarl.engines.player import Draw, EpisodeLimits, Player
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, run_session
 from megarl.engines.sglang.client import Call, SGLangClient
 from megarl.errors import RolloutError

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from episode_worlds import (
     for_ever,
     merging_tokenizer,
     play_all,
+    player_of,
     says,
 )
 from rollout_oracle import Oracle, make_requests
@@ -25,9 +26,8 @@ from rollout_oracle import Oracle, make_requests
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
-from megarl.engines.episodes import EpisodeLimits, EpisodeResult, play, turn_seed
 from megarl.engines.local.engine import LocalEngine
-from megarl.engines.player import Player
+from megarl.engines.player import EpisodeLimits, EpisodeResult, Player, turn_seed
 from megarl.engines.protocol import SamplingParams, Session
 from megarl.engines.tools.protocol import ModelTurn, Observation
 from megarl.errors import ConfigError, RolloutError
@@ -67,7 +67,7 @@ def test_turns_stand_one_after_the_other_as_they_were_sampled(engine: LocalEngin
     tokenizer = merging_tokenizer()
     for request in requests:
         script = says(*texts, reward=0.5)
-        (played,) = played_of(play_all(engine, [request], script, LIMITS, SOME_STOPS, concurrency=1))
+        (played,) = played_of(play_all(engine, [request], script, LIMITS, SOME_STOPS))
         tokens, mask = list(request.prompt_tokens), [False] * len(request.prompt_tokens)
         for turn in script.turns:
             assert turn.text == tokenizer.decode(turn.tokens, skip_special_tokens=True)
@@ -115,7 +115,7 @@ def test_later_turns_have_the_versions_and_seeds_that_they_were_sampled_with() -
 
     limits = EpisodeLimits(response_tokens=20, turns=3)
     played = asyncio.run(
-        play(Counting(), prompt_of(3), "", says("0", "1", "2"), merging_tokenizer(), limits, asyncio.Semaphore(1))
+        player_of(says("0", "1", "2"), limits).play_episode(cast(Session, Counting()), prompt_of(3), "")
     )
     whole = whole_of(played)
     assert whole.weight_versions.tolist() == [1] * 5 + [2] * 3 + [3] * 3
@@ -279,11 +279,13 @@ def test_a_cancelled_episode_is_closed_once_and_missed_by_nobody(engine: LocalEn
         return Observation("ab", done=turn.index == 1)
 
     def begin(session: Session) -> None:
-        places, held = asyncio.Semaphore(2), asyncio.Semaphore(1)
+        held = asyncio.Semaphore(1)
 
         async def one(i: int, environment: Any) -> None:
-            mine = held if where == "place" and i == 0 else places
-            found[i] = await play(session, requests[i], "", environment, merging_tokenizer(), LIMITS, mine)
+            player = player_of(environment, LIMITS)
+            if where == "place" and i == 0:
+                player._places[asyncio.get_running_loop()] = held
+            found[i] = await player.play_episode(session, requests[i], "")
 
         async def ends() -> None:
             if where == "place":

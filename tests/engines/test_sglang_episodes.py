@@ -18,8 +18,8 @@ from episode_worlds import (
     Script,
     check_joined,
     for_ever,
-    merging_tokenizer,
     play_all,
+    player_of,
     says,
 )
 from rollout_oracle import make_requests
@@ -29,7 +29,7 @@ from sglang_oracle import CLOSE, Weights, noisy, oracle_of
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
-from megarl.engines.episodes import EpisodeLimits, play
+from megarl.engines.player import EpisodeLimits
 from megarl.engines.protocol import SamplingParams, Session
 from megarl.engines.sglang import engine as sglang_engine
 from megarl.engines.sglang.engine import SGLangEngine
@@ -137,7 +137,7 @@ def test_a_cancelled_episode_ends_on_the_server_too(served: Served) -> None:
     def begin(session: Session) -> None:
         async def one(i: int) -> None:
             request = SampleRequest(np.full(8, 3 + i, np.int32), i, 0, i)
-            await play(session, request, "", script, merging_tokenizer(), limits, asyncio.Semaphore(1))
+            await player_of(script, limits).play_episode(session, request, "")
 
         async def cancels() -> None:
             for running in (2, 1, 0):

@@ -195,7 +195,7 @@ class TestPredictionLayers:
         assert left_out == layer
         assert f"left out: {len(layer)} tensors of prediction layer 4 (" in describe_left_out(left_out)
         done = to_megatron(folder, tmp_path / "megatron", LOCAL)
-        assert done.dropped == layer
+        assert done["dropped"] == layer
         to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
         written = json.loads((tmp_path / "back" / "config.json").read_text())
         assert not written.get("num_nextn_predict_layers")

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.sampling.collector import Collector, Selection
+from megarl.core.sampling.collector import Collector, FixedSamples, Key, Selection
 from megarl.errors import ConfigError
 from megarl.trainer.sampling.assignment import (
     Assignment,
-    FixedSamples,
-    Key,
     PromptAssignment,
     RankCoordinates,
     Refill,

@@ -60,14 +60,7 @@ def test_the_chat_template_is_the_one_of_rl(
     rows = [json.loads(line) for line in (world.folder / "task" / "demonstrations.jsonl").read_text().splitlines()]
     known = {f"({row['prompt']}):{row['response']}<eos>" for row in rows}
     assert {tokenizer.decode(one.tokens) for one in taught} <= known
-    (prompt, *_) = load_prompts(
-        config.data.train,
-        tokenizer=tokenizer,
-        prompt_field="prompt",
-        answer_field="answer",
-        chat_template=True,
-        max_prompt_tokens=8,
-    )
+    (prompt, *_) = load_prompts(config.data, tokenizer)
     assert {len(one.tokens[~one.loss_mask]) for one in taught} == {len(prompt.tokens)}
     assert (tmp_path / "taught" / "config.json").is_file()
 

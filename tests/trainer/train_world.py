@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 import megarl.trainer.step as train_step
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.config.tables.data import DataConfig
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat, finalize
@@ -175,15 +176,8 @@ def sample(
     """A step's rollouts from the local engine."""
     engine = local_engine(world.model, fp8_rounding=fp8_rounding)
     tokenizer = AutoTokenizer.from_pretrained(world.model)
-    prompts = load_prompts(
-        world.folder / "task" / "train.jsonl",
-        tokenizer=tokenizer,
-        prompt_field="prompt",
-        answer_field="answer",
-        chat_template=False,
-        max_prompt_tokens=8,
-        limit=NUM_GROUPS,
-    )
+    data = DataConfig(train=str(world.folder / "task" / "train.jsonl"))
+    prompts = load_prompts(data, tokenizer, limit=NUM_GROUPS)
     requests = [
         SampleRequest(prompts[s // GROUP_SIZE].tokens, s // GROUP_SIZE, s % GROUP_SIZE, seed=s)
         for s in range(NUM_SEQUENCES)

@@ -308,3 +308,22 @@ class PoolRows:
         pool, sample, value = np.array(rows, np.float64).reshape(-1, 3).T
         bounds = np.searchsorted(pool, np.arange(len(pools) + 1))
         return cls(pool.astype(np.int64), sample.astype(np.int64), value, bounds)
+
+
+Key = tuple[int, int]
+"""(prompt, sample)."""
+
+
+class FixedSamples:
+    """Asks for given samples, for any rewards."""
+
+    done = False
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = keys
+
+    def start(self) -> list[Ask]:
+        return [Ask(prompt, range(sample, sample + 1)) for prompt, sample in self._keys]
+
+    def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+        return []

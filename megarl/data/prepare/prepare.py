@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.tables.data import DataConfig
 from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
 from megarl.data.prompts import PromptReader, Text, answer_text, check_messages
@@ -89,12 +90,10 @@ def _make_reader(data: Data) -> PromptReader | None:
     """Return the trainer's reader of prompts; None without a model."""
     if data.model is None:
         return None
-    if not data.model.is_dir():
-        raise ConfigError(f"--model: there is no folder {data.model}, expected a Hugging Face folder")
     tokenizer = load_tokenizer(data.model, "--model", data.trust)
     if data.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {data.model} has no chat template; put the text in --template")
-    return PromptReader(tokenizer, data.prompt_field)
+    return PromptReader(tokenizer, DataConfig(train=str(data.out / TRAIN), prompt_field=data.prompt_field))
 
 
 def _read(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psutil
 
 from megarl.engines.tools.protocol import ToolExit, ToolResult
-from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox, prepare
+from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox
 from megarl.errors import ConfigError, RolloutError
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class PythonTool:
 
     def __init__(self, limits: Limits | None = None, *, interpreter: str | None = None) -> None:
         self.limits = limits or Limits()
-        self._sandbox = prepare(self.limits, interpreter or sys.executable)
+        self._sandbox = Sandbox(self.limits, interpreter or sys.executable)
         self.limits_files = _try(self._sandbox)
         """Whether ``Limits.scratch_files`` holds: not if the host takes all rights from the sandbox."""
 

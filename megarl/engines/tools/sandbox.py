@@ -92,17 +92,22 @@ class Child:
     """Read end of a pipe with a line of JSON from bubblewrap, and "ready" once the code is about to run."""
 
 
-@dataclass(frozen=True, slots=True)
 class Sandbox:
     """Starts Python code under limits."""
 
-    limits: Limits
-    interpreter: str
-    """Python for the code; its installed packages can be imported."""
-    bwrap: str
-    """Path of bubblewrap."""
-    readable: tuple[str, ...]
-    """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
+    def __init__(self, limits: Limits, interpreter: str) -> None:
+        """``interpreter``: Python for the code, which can import its packages. ConfigError if this host cannot contain
+        code as asked."""
+        self.limits = limits
+        self.interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
+        self.bwrap = shutil.which("bwrap") or ""
+        if not self.bwrap:
+            raise ConfigError(
+                "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get "
+                "install bubblewrap)"
+            )
+        self.readable = _find_prefixes(self.interpreter)
+        """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
 
     def start(self, code: str) -> Child:
         """Start the code and return at once. RolloutError if the host cannot start a process."""
@@ -170,18 +175,6 @@ class Sandbox:
         uid = _unused_uid() if unused_user else None
         settings = {"rlimits": rlimits, "uid": uid, "num_files": limits.scratch_files, "owner_fd": owner_fd}
         return json.dumps(settings | {"status_fd": ready_end, "memory_exit": MEMORY_EXIT})
-
-
-def prepare(limits: Limits, interpreter: str) -> Sandbox:
-    """Return a sandbox for this host. ConfigError if the host cannot contain code as asked."""
-    interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        raise ConfigError(
-            "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get install "
-            "bubblewrap)"
-        )
-    return Sandbox(limits, interpreter, bwrap, _find_prefixes(interpreter))
 
 
 def _namespaces() -> list[str]:

@@ -22,13 +22,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.core.sampling.collector import Key
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import load_reward
 from megarl.data.prompts import Prompt
 from megarl.data.records import require_file, write_jsonl
 from megarl.data.tokenizer import load_model_tokenizer
-from megarl.engines.player import Key, Sample, describe_input
+from megarl.engines.player import Sample, describe_input
 from megarl.engines.protocol import Engine
 from megarl.errors import ConfigError, RewardError, printable
 from megarl.files.outputs import require_own_files, write_output

@@ -25,6 +25,7 @@ from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import finalize
 from megarl.core.packing import pack, select
 from megarl.core.types import Rollout, TrainBatch
+from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
@@ -40,7 +41,7 @@ from megarl.run.progress import StepProgress
 from megarl.trainer.engines import make_engine
 from megarl.trainer.mini_batch import split
 from megarl.trainer.sampling.evaluation import turn_ends
-from megarl.trainer.sampling.requests import EVALUATE, load_run_prompts, make_requests, require_weights, train_params
+from megarl.trainer.sampling.requests import EVALUATE, make_requests, require_weights, train_params
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
 
@@ -162,7 +163,7 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     RolloutError if a third party changes the weights meanwhile.
     """
     tokenizer = load_model_tokenizer(config.model)
-    prompts = load_run_prompts(config, tokenizer)
+    prompts = load_prompts(config.data, tokenizer)
     request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
     requests = [request_of(index % len(prompts), index // len(prompts))[0] for index in range(num_responses)]
     params = train_params(config, turn_ends(config, tokenizer), routes=model.replay is not None)

@@ -19,8 +19,8 @@ import numpy as np
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform
 from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
-from megarl.core.sampling.collector import Ask, Collector, Selection
-from megarl.engines.player import Asker, Key
+from megarl.core.sampling.collector import Collector, FixedSamples, Key, Selection
+from megarl.engines.player import Asker
 from megarl.errors import ConfigError
 
 
@@ -155,21 +155,6 @@ class PromptAssignment:
 
 
 Assignment = SequenceAssignment | PromptAssignment
-
-
-class FixedSamples:
-    """Asks for given samples, for any rewards."""
-
-    done = False
-
-    def __init__(self, keys: Sequence[Key]) -> None:
-        self._keys = keys
-
-    def start(self) -> list[Ask]:
-        return [Ask(prompt, range(sample, sample + 1)) for prompt, sample in self._keys]
-
-    def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
-        return []
 
 
 def split_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:

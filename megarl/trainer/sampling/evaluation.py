@@ -27,13 +27,13 @@ from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
 from megarl.core.choices.records import call_own
 from megarl.core.choices.stopping import POSITIVE
+from megarl.core.sampling.collector import FixedSamples, Key
 from megarl.core.sampling.pass_at_k import mean_interval, pass_at_k, wilson_interval
 from megarl.data.benchmarks import HELDOUT, Benchmark, choose, load
 from megarl.data.judge import Judge
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizer import count_rows, load_model_tokenizer
-from megarl.engines.episodes import EpisodeLimits
-from megarl.engines.player import Draw, Key, Player, Sample
+from megarl.engines.player import Draw, EpisodeLimits, Player, Sample
 from megarl.engines.protocol import Engine
 from megarl.engines.tools.calculator import CalculatorTool
 from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
@@ -45,8 +45,6 @@ from megarl.files.foreign_json import read_object
 from megarl.models.shapes import read_shape
 from megarl.run.progress import Advance
 from megarl.trainer.sampling import requests
-from megarl.trainer.sampling.assignment import FixedSamples
-from megarl.trainer.sampling.requests import load_run_prompts
 from megarl.trainer.sampling.step_rollouts import SampleTable
 
 
@@ -154,7 +152,7 @@ def read_inputs(config: Config) -> RunInputs:
     ConfigError or DataError, naming the key or the file and line, for what cannot be used.
     """
     tokenizer = load_model_tokenizer(config.model)
-    prompts = load_run_prompts(config, tokenizer)
+    prompts = load_prompts(config.data, tokenizer)
     judge = Judge(config.reward.function, **config.judge_options(config.reward.function))
     player = make_player(config, tokenizer, judge)
     benchmarks = load_benchmarks(config, tokenizer, player)

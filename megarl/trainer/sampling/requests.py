@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.core.sampling.collector import Key
 from megarl.core.types import SampleRequest
-from megarl.data.prompts import Prompt, load_prompts
-from megarl.engines.player import Draw, Key, Sample
+from megarl.data.prompts import Prompt
+from megarl.engines.player import Draw, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
@@ -49,13 +49,6 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     """Return the parameters of evaluation."""
     params = train_params(config, stop_tokens, routes=False)
     return replace(params, temperature=config.eval.temperature, max_kept_ids=None)
-
-
-def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the training prompts of a run; DataError if the file cannot be read."""
-    data = config.data
-    names = ("prompt_field", "answer_field", "chat_template", "chat_template_args", "max_prompt_tokens", "split")
-    return load_prompts(data.train, tokenizer=tokenizer, **{name: getattr(data, name) for name in names})
 
 
 def sample_together(

@@ -14,7 +14,7 @@ from megarl.config import Config
 from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
-from megarl.core.sampling.collector import Selection
+from megarl.core.sampling.collector import FixedSamples, Selection
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.engines.player import Asker, Draw, Sample
 from megarl.engines.protocol import Engine, SamplingParams
@@ -29,7 +29,6 @@ from megarl.trainer.sampling import excerpts, requests, step_rollouts
 from megarl.trainer.sampling.allocators import AdaEst, Gvm
 from megarl.trainer.sampling.assignment import (
     Assignment,
-    FixedSamples,
     Key,
     PromptAssignment,
     RankCoordinates,

@@ -79,9 +79,9 @@ class SharedMemory(Transport):
 
         Two buckets on the host take at most half of the free shared memory.
         """
-        limit = intake.max_bytes
-        limit = limit if self.gpu != CPU else min(limit, shutil.disk_usage(SHARED_MEMORY).free // 4)
-        buckets = intake.buckets(tensors, empty_shared, limit)
+        if self.gpu == CPU:
+            intake.max_bytes = min(intake.max_bytes, shutil.disk_usage(SHARED_MEMORY).free // 4)
+        buckets = intake.buckets(tensors, empty_shared)
         rounds = self.rounds(buckets, (lambda: None) if delivery is None else delivery.wait)
         next(rounds)  # from here on an error in the generator reaches all ranks
         return rounds
