@@ -54,10 +54,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
 
-    def park(self, tensors: Sequence[Tensor]) -> int:
-        """Move the data of GPU tensors to the host, and return the bytes that this frees; the host waits once. tensors:
-        of any shape.
-        """
+    def park(self, tensors: Sequence[Tensor]) -> None:
+        """Move the data of GPU tensors of any shape to the host, which waits once."""
         if [(tensor.shape, tensor.dtype) for tensor in self._copies] != [
             (tensor.shape, tensor.dtype) for tensor in tensors
         ]:
@@ -66,10 +64,8 @@ class HostCopies:
             copy.copy_(tensor.data, non_blocking=True)
         if tensors:
             torch.cuda.current_stream(tensors[0].device).synchronize()
-        freed = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         for tensor, copy in zip(tensors, self._copies, strict=True):
             tensor.data = copy
-        return freed
 
 
 def _pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -85,10 +81,8 @@ def _pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     for arena in arenas:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in arena]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-        slices = zip(memory.split(sizes), arena, strict=True)
-        copies += [
-            memory_slice[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for memory_slice, tensor in slices
-        ]
+        for piece, tensor in zip(memory.split(sizes), arena, strict=True):
+            copies.append(piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
     return copies
 
 

@@ -83,11 +83,6 @@ class Stat:
         return {name: cls("max", _vector(), _vector(number)) for name, number in numbers.items()}
 
     @classmethod
-    def totals_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
-        """Return a ``total`` by name for numbers of the host."""
-        return {name: cls.total(number) for name, number in numbers.items()}
-
-    @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean, population standard deviation, minimum and maximum over the mask. values, mask: [T]."""
         values, mask = values.flatten(), None if mask is None else mask.flatten()
@@ -190,10 +185,6 @@ def _inside(values: Tensor, mask: Tensor | None) -> Tensor:
     return entries if mask is None else torch.where(mask, entries, -math.inf)
 
 
-def _mean(sums: list[float]) -> dict[str, float]:
-    return {"": sums[0] / sums[1]} if sums[1] else {}
-
-
 def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
     count, first, second = sums[:3]
     if not count:
@@ -226,7 +217,7 @@ def _ess(sums: list[float]) -> dict[str, float]:
 
 _FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]]] = {
     "total": lambda sums, _: {"": sums[0]},
-    "mean": lambda sums, _: _mean(sums),
+    "mean": lambda sums, _: {"": sums[0] / sums[1]} if sums[1] else {},
     "max": lambda _, maxima: {"": maxima[0]} if maxima[0] != -math.inf else {},
     "summary": _summary,
     "ratio": lambda sums, maxima: _summary(sums, maxima) | _quantiles(sums[3:]),

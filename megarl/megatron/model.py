@@ -60,10 +60,8 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
             'parallel.dispatcher = "flex" needs GPUs and the deep_ep package, expected both; use "alltoall"'
         )
     if values.get("multi_latent_attention"):
-        config: TransformerConfig = MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
-    else:
-        config = TransformerConfig(**values)
-    return config
+        return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
+    return TransformerConfig(**values)
 
 
 def _pipeline_messages(overrides: Mapping[str, Any]) -> dict[str, bool]:

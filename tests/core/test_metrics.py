@@ -104,7 +104,7 @@ def test_names_may_be_absent_from_some_parts():
 
 
 def test_numbers_of_the_host_are_not_rounded():
-    assert finalize({**Stat.maxima_of({"a": 0.1}), **Stat.totals_of({"b": 0.3})}) == {"a": 0.1, "b": 0.3}
+    assert finalize({**Stat.maxima_of({"a": 0.1}), "b": Stat.total(0.3)}) == {"a": 0.1, "b": 0.3}
 
 
 def test_on_the_host_nothing_moves():
@@ -162,6 +162,6 @@ def test_numbers_of_the_host_make_statistics() -> None:
         "low": 1.0,
         "high": 2.5,
     }
-    totals = Stat.totals_of({"count": 3, "sum": -0.5})
+    totals = {"count": Stat.total(3), "sum": Stat.total(-0.5)}
     assert finalize(merge([totals, totals])) == {"count": 6.0, "sum": -1.0}
-    assert Stat.means_of({}) == Stat.maxima_of({}) == Stat.totals_of({}) == {}
+    assert Stat.means_of({}) == Stat.maxima_of({}) == {}

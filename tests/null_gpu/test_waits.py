@@ -96,7 +96,7 @@ def test_copies_to_the_device_and_back_are_waited_for_once(computing: None) -> N
     for _ in range(2):  # the second time in the same memory
         addresses = [one.data_ptr() for one in copies._copies]
         with host_waits() as waits:
-            assert copies.park(there) >= sum(one.nbytes for one in host)
+            copies.park(there)
         assert len(waits) <= 1, waits
         assert all(one.is_pinned() and torch.equal(one, given) for one, given in zip(there, host, strict=True))
         assert addresses in ([], [one.data_ptr() for one in there])

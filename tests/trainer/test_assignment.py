@@ -20,7 +20,6 @@ from megarl.trainer.sampling.assignment import (
     Assignment,
     PromptAssignment,
     RankCoordinates,
-    Refill,
     SequenceAssignment,
     exchange_prompts,
     split_prompts,
@@ -238,14 +237,14 @@ class TestGroupPlan:
         copies=st.integers(1, 3),
         places=st.integers(1, 6),
         rate=st.sampled_from([0.1, 0.4, 0.9]),
-        refill=st.sampled_from([None, Refill(128, 0)]),
+        refill=st.sampled_from([None, dict(max_prompts=128, spare=0)]),
         seed=st.integers(0, 10**6),
     )
     def test_mini_batches_are_balanced_by_samples_and_not_by_prompts(
-        self, mini_batches: int, copies: int, places: int, rate: float, refill: Refill | None, seed: int
+        self, mini_batches: int, copies: int, places: int, rate: float, refill: dict[str, int] | None, seed: int
     ) -> None:
         rule, prompts = Sequential(1, 1, 2, 16, train_size=None), mini_batches * copies * places
-        layout = Ranks.of(lambda at: PromptAssignment(rule, prompts, mini_batches, at, refill=refill), copies, 1)
+        layout = Ranks.of(lambda at: PromptAssignment(rule, prompts, mini_batches, at, **(refill or {})), copies, 1)
         selection, owned = layout.agreed(layout.draw(rewards_of(seed, rate), seed))
         sizes = np.bincount(selection.prompts)
         loads = [sum(len(own[n]) for own in owned) for n in range(mini_batches)]
@@ -264,8 +263,8 @@ class TestGroupPlan:
         assert exchange_prompts([[[0, 1], [3, 5]]], sizes) == [[[0, 1], [3, 5]]]  # equal ones stay
 
     def test_more_ranks_in_a_copy_than_prompts_leave_some_idle(self) -> None:
-        for refill in (None, Refill(12, 2)):
-            layout = Ranks.of(lambda at, refill=refill: PromptAssignment(Uniform(2), 2, 1, at, refill=refill), 1, 3)
+        for refill in (None, dict(max_prompts=12, spare=2)):
+            layout = Ranks.of(lambda at, refill=refill: PromptAssignment(Uniform(2), 2, 1, at, **(refill or {})), 1, 3)
             drawn = layout.draw(rewards_of(0, 0.5), 0)
             if refill is not None:  # and leave no prompt to them
                 flat = layout.draw(lambda prompt, sample: 1.0, 0)
@@ -332,17 +331,17 @@ class TestRefill:
         chosen_by: int | None,
     ) -> None:
         prompts = mini_batches * copies + more
-        refill = Refill(prompts + limit, spare)
+        refill = dict(max_prompts=prompts + limit, spare=spare)
         reward = rewards_of(seed, rate, failing=0.1)
         layout = Ranks.of(
-            lambda at: PromptAssignment(rule, prompts, mini_batches, at, refill=refill, seed=chosen_by), copies, ranks
+            lambda at: PromptAssignment(rule, prompts, mini_batches, at, **refill, seed=chosen_by), copies, ranks
         )
         found = []
         for order in (seed, seed + 1):
             drawn = layout.draw(reward, order)
             selection, owned = layout.agreed(drawn)
             _drawn_by_one_rank_and_trained_by_one_copy(drawn, selection, owned)
-            assert max(key[0] for copy in drawn for rank in copy for key in rank) < refill.max_prompts
+            assert max(key[0] for copy in drawn for rank in copy for key in rank) < refill["max_prompts"]
             places = _places_of_ranks(prompts, mini_batches, copies, ranks)
             turns = sum(place > 0 for place in chain(*places))
             turn = 0
@@ -351,7 +350,7 @@ class TestRefill:
                 mine = [prompt for prompt in np.unique(selection.prompts).tolist() if prompt in begun]
                 assert mine == _first_with_contrast(rule, rank, reward)[:place]
                 # A place stays empty only if the rank has tried all that it may.
-                may_begin = place + len(range(prompts + turn, refill.max_prompts, turns)) if place else 0
+                may_begin = place + len(range(prompts + turn, refill["max_prompts"], turns)) if place else 0
                 assert len(mine) == place or len(begun) == may_begin
                 turn += place > 0
             found.append((keys_of(selection), owned))
@@ -361,7 +360,7 @@ class TestRefill:
         assert found[0] == found[1]
 
     def test_no_contrast_at_all_draws_up_to_the_limit_and_selects_nothing(self) -> None:
-        layout = Ranks.of(lambda at: PromptAssignment(Uniform(2), 4, 2, at, refill=Refill(11, 0)), 2, 1)
+        layout = Ranks.of(lambda at: PromptAssignment(Uniform(2), 4, 2, at, max_prompts=11), 2, 1)
         drawn = layout.draw(lambda prompt, sample: 1.0, 0)
         assert sorted({prompt for copy in drawn for rank in copy for prompt, _ in rank}) == list(range(11))
         selection, owned = layout.agreed(drawn)
@@ -373,9 +372,7 @@ class TestRefill:
 
     def test_samples_of_a_class_are_chosen_at_random_per_rank_and_alike_everywhere(self) -> None:
         def chosen(seed: int | None) -> list[Key]:
-            layout = Ranks.of(
-                lambda at: PromptAssignment(Uniform(8, 2), 6, 1, at, refill=Refill(24, 0), seed=seed), 2, 1
-            )
+            layout = Ranks.of(lambda at: PromptAssignment(Uniform(8, 2), 6, 1, at, max_prompts=24, seed=seed), 2, 1)
             return keys_of(layout.agreed(layout.draw(rewards_of(1, 0.5), 0))[0])
 
         assert chosen(3) == chosen(3)

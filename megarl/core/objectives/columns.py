@@ -6,10 +6,9 @@ checked.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -183,7 +182,7 @@ def prepare(
     floats = {name: column.detach() for name, column in columns.float_columns().items()}
     advantages = floats.pop("advantages")
     # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest value, or 0.
-    largest = functools.reduce(torch.maximum, floats.values(), advantages * 0)
+    largest = reduce(torch.maximum, floats.values(), advantages * 0)
     # The details are computed only after a failure.
     if bounds.is_cuda:
         arguments = bounds, largest.numel()
@@ -221,10 +220,9 @@ def _refuse_denominators(denominators: Denominators, counts: Tensor) -> None:
 def _refuse_values(columns: TokenColumns) -> None:
     for name, column in columns.float_columns().items():
         bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else ratios.is_logprob(column))
-        if bool(bad.any()) and name != "advantages":
-            raise ratios.logprob_error(name, column, bad)
         if bool(bad.any()):
-            raise NumericsError(f"{ratios.describe_first(name, column, bad)}, expected a finite number")
+            error = NumericsError(f"{ratios.describe_first(name, column, bad)}, expected a finite number")
+            raise error if name == "advantages" else ratios.logprob_error(name, column, bad)
 
 
 def _refuse_negative_advantages(objective: Objective, columns: TokenColumns) -> None:
@@ -258,10 +256,8 @@ def check_returned(
     label, function: for messages; expected: a tensor with the shape, device and kind (bool or floating point) of a
     valid result. ConfigError for another kind of result, NumericsError if it is not finite somewhere in ``trains``.
     """
-    subject, unit = (
-        f"{label}: the function {name_of(function)} returned",
-        "response" if label == "advantage" else "token",
-    )
+    subject = f"{label}: the function {name_of(function)} returned"
+    unit = "response" if label == "advantage" else "token"
     is_bool = expected.dtype == torch.bool
     if (
         not isinstance(result, Tensor)
@@ -294,7 +290,7 @@ class PolicyRatios:
         self.count = torch.count_nonzero(state.keep)
         """int64 [], tokens that train."""
 
-    @functools.cached_property
+    @cached_property
     def positions(self) -> Tensor:
         """int64 [T], the position t of each token among the trained tokens of its response, counted from 1."""
         return ratios.positions(self._state.keep, self._state.cu_seqlens)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.core.advantages import groups as of_groups
 from megarl.core.advantages import weighted
-from megarl.core.advantages.groups import Values, as_tensor, extremes, grpo, prepare
+from megarl.core.advantages.groups import Values, as_tensor, grpo, prepare, uniform_groups
 from megarl.core.advantages.tokens import token_level_kl
 from megarl.core.choices.parts import TOKEN_ADVANTAGES, Objective
 from megarl.core.choices.stopping import POSITIVE
@@ -172,5 +172,4 @@ def select_responses(
 def _in_mixed_groups(rewards: Values, groups: Values) -> Tensor:
     """Return bool [N]: whether the rewards of a response's group differ."""
     rewards, inverse = prepare(rewards, groups)
-    lowest, highest = extremes(rewards, inverse)
-    return (lowest < highest)[inverse]
+    return ~uniform_groups(rewards, inverse)[inverse]

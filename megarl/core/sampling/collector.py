@@ -227,7 +227,7 @@ class Collector:
             pools=placed_pools,
             rule=self.rule,
             drawn=np.array([numbers, requested, judged, positives]),
-            metrics=means | Stat.totals_of({f"sampling/{name}": total for name, total in totals.items()}),
+            metrics=means | {f"sampling/{name}": Stat.total(total) for name, total in totals.items()},
         )
 
     def _take(self, pool: Pool, rewards: Mapping[int, float | None]) -> list[Ask]:

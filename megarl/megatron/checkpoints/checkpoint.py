@@ -22,15 +22,8 @@ from megarl.config import Config
 from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
 from megarl.files.writing import sha256_of
+from megarl.megatron.checkpoints import state
 from megarl.megatron.checkpoints.folders import MANIFEST, WRITE_ERRORS, read_manifest
-from megarl.megatron.checkpoints.state import (
-    describe_layout,
-    regrouped,
-    restore_rng,
-    separate_adam_steps,
-    sharded_state,
-    sharded_weights,
-)
 from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.policy import Policy, build_chunks
@@ -90,23 +83,23 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     Random states are restored only in the layout of the save; another layout begins with the seeds.
     """
     written = _read_loop(path, policy.shape)
-    is_same = written["layout"] == describe_layout(policy)
+    is_same = written["layout"] == (layout := state.describe_layout(policy))
     advice = (
-        f". It was written with {written['layout']}, and this is {describe_layout(policy)}: other layouts load with "
+        f". It was written with {written['layout']}, and this is {layout}: other layouts load with "
         "the distributed optimizer, else continue in the layout that wrote it"
     )
     with _explain_errors(path, "does not load into this run", advice):
-        targets = sharded_state(policy, is_loading=True)
+        targets = state.sharded_state(policy, is_loading=True)
         if not is_same:
             del targets["rng"]
-        state = _read(targets, path)
-        _load_chunks(policy.chunks, state)
-        policy.optimizer.load_state_dict(regrouped(state["optimizer"], policy.optimizer))
-        separate_adam_steps(policy.optimizer)
-        policy.scheduler.load_state_dict(state["scheduler"])
+        read = _read(targets, path)
+        _load_chunks(policy.chunks, read)
+        policy.optimizer.load_state_dict(state.regrouped(read["optimizer"], policy.optimizer))
+        state.separate_adam_steps(policy.optimizer)
+        policy.scheduler.load_state_dict(read["scheduler"])
     if is_same:
-        restore_rng(state["rng"])
-    return state["loop"]
+        state.restore_rng(read["rng"])
+    return read["loop"]
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape) -> int:
@@ -114,13 +107,13 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
     require_intact(path)
     step = int(_read_loop(path, shape)["step"])
     with _explain_errors(path, "does not load", _OTHER_PARAMETERS):  # reading the loop state has examined the pickles
-        _load_chunks(chunks, _read(sharded_weights(chunks), path))
+        _load_chunks(chunks, _read(state.sharded_weights(chunks), path))
     return step
 
 
-def _load_chunks(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:
+def _load_chunks(chunks: Sequence[torch.nn.Module], weights: Mapping[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(state[f"model{index}"])
+        unwrap(chunk).load_state_dict(weights[f"model{index}"])
 
 
 def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:

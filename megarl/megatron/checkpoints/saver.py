@@ -22,12 +22,7 @@ from megarl.files.bounded_process import signal_after_parent
 from megarl.files.outputs import partial_of
 from megarl.files.writing import sha256_of
 from megarl.megatron.checkpoints.folders import clear_partial, explained, publish
-from megarl.megatron.checkpoints.state import (
-    ForkedQueue,
-    checkpoint_metadata,
-    run_state,
-    writer,
-)
+from megarl.megatron.checkpoints.state import ForkedQueue, checkpoint_metadata, run_state, writer
 from megarl.megatron.policy import Policy
 
 _CHECK_S = 0.5

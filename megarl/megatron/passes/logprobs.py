@@ -147,16 +147,12 @@ def _operand(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.float()
 
 
-def _product(first: Tensor, second: Tensor, out: Tensor | None = None) -> Tensor:
-    """left @ right, accumulated and returned in fp32."""
+def _product(first: Tensor, second: Tensor, out: Any = None, adds: bool = False) -> Tensor:
+    """left @ right, accumulated and returned in fp32; ``adds``: added to ``out``, in the product's own pass over it."""
     more: dict[str, Any] = {} if first.dtype == torch.float32 else {"out_dtype": torch.float32}
+    if adds:
+        return torch.addmm(out, first, second, out=out, **more)
     return torch.mm(first, second, out=out, **more)
-
-
-def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
-    """Add left @ right to an fp32 tensor, in the product's own pass over it."""
-    more: dict[str, Any] = {} if first.dtype == torch.float32 else {"out_dtype": torch.float32}
-    torch.addmm(total, first, second, out=total, **more)
 
 
 class _Block(NamedTuple):
@@ -262,18 +258,15 @@ class _LinearLogprobs(torch.autograd.Function):
         if kept is not None:
             factor = torch.where(kept.has_label, factor, 0.0)
         of_entropy = None if entropy_grad is None else (log_sum, entropies, entropy_grad.float() * scale)
-        kernels, block_grad = kernels_for(hidden.device), hidden.new_empty(0)
+        kernels, block_grad = kernels_for(hidden.device), None
         for block in _blocks(hidden, weight, shard, kernels):
             by_logit = _by_block(kernels, shard, block, scale, labels, (normaliser, factor), of_entropy, kept)
-            _add_product(grad_hidden[block.rows], by_logit, block.weight)
+            _product(by_logit, block.weight, grad_hidden[block.rows], adds=True)
             if grad_weight is None:
                 continue
-            if block.rows.start == 0:
-                block_grad = _product(by_logit.t(), block.hidden)
-            else:
-                _add_product(block_grad, by_logit.t(), block.hidden)
+            block_grad = _product(by_logit.t(), block.hidden, block_grad, adds=block_grad is not None)
             if block.rows.stop == hidden.size(0):
-                grad_weight[slice(*block.columns)] = block_grad
+                grad_weight[slice(*block.columns)], block_grad = block_grad, None
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
 
 
@@ -292,34 +285,24 @@ def _by_block(
     of_logprob: (normaliser, factor), of_entropy: (log_sum, entropies, factor), fp32 [S] each.
     """
     rows, logits, dtype, first_id = block.rows, block.logits, block.weight.dtype, shard.first + block.columns[0]
-    normaliser, factor = (column[rows] for column in of_logprob)
-    entropy_columns = None if of_entropy is None else tuple(column[rows] for column in of_entropy)
+    pair = normaliser, factor = tuple(column[rows] for column in of_logprob)
+    triple = None if of_entropy is None else tuple(column[rows] for column in of_entropy)
     if kernels is not None:
         sets = None if kept is None else kept.of_rows(rows)
-        pair = normaliser, factor
-        return kernels.by_logit(logits, scale, labels[rows], first_id, pair, entropy_columns, sets, dtype)
+        return kernels.by_logit(logits, scale, labels[rows], first_id, pair, triple, sets, dtype)
     logits.mul_(scale)
-    by_entropy = None if entropy_columns is None else _by_entropy(logits, *entropy_columns)
+    by_entropy = None
+    if triple is not None:  # factor d entropy / d z = -factor p (ln p + entropy)
+        log_sum, entropies, entropy_factor = (column[:, None] for column in triple)
+        log_p = logits - log_sum
+        by_entropy = log_p.exp().mul_(log_p.add_(entropies)).mul_(entropy_factor.neg())
     if kept is not None:
         logits.masked_fill_(kept.outside(first_id, rows, logits.shape), float("-inf"))
-    by_logit = _by_logit(shard, block.columns, logits, labels[rows], normaliser, factor)
+    # factor d logprob / d z = factor (onehot(label) - softmax(z))
+    by_logit = logits.sub_(normaliser[:, None]).exp_().neg_()
+    hit, column = shard.local_labels(labels[rows], *block.columns)
+    by_logit.scatter_(1, column, by_logit.gather(1, column) + hit).mul_(factor[:, None])
     return (by_logit if by_entropy is None else by_logit.add_(by_entropy)).to(dtype)
-
-
-def _by_entropy(logits: Tensor, log_sum: Tensor, entropies: Tensor, factor: Tensor) -> Tensor:
-    """fp32 [R, C]: ``factor d entropy / d z = -factor p (ln p + entropy)`` of a block of logits; all others are [R]."""
-    log_p = logits - log_sum[:, None]
-    return log_p.exp().mul_(log_p.add_(entropies[:, None])).mul_(factor.neg()[:, None])
-
-
-def _by_logit(
-    shard: _Shard, block: tuple[int, int], logits: Tensor, labels: Tensor, log_sum: Tensor, factor: Tensor
-) -> Tensor:
-    """fp32 [R, C]: ``factor d logprob / d z = factor (onehot(label) - softmax(z))``; overwrites the block of logits."""
-    by_logit = logits.sub_(log_sum[:, None]).exp_().neg_()
-    hit, column = shard.local_labels(labels, *block)
-    by_logit.scatter_(1, column, by_logit.gather(1, column) + hit)
-    return by_logit.mul_(factor[:, None])
 
 
 def _fold(largest: Tensor, sums: Tensor, logits: Tensor) -> None:

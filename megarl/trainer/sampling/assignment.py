@@ -36,16 +36,6 @@ class RankCoordinates:
     """Of each copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refill:
-    """DAPO's dynamic sampling; see ``megarl.core.sampling.collector``. The numbers are over all ranks."""
-
-    max_prompts: int
-    """Limit of prompts begun."""
-    spare: int
-    """Prompts drawn ahead."""
-
-
 class SequenceAssignment:
     """Assigns single sequences. All sequences train, and all prompts have equally many samples.
 
@@ -81,11 +71,14 @@ class PromptAssignment:
 
     def __init__(
         self, rule: SamplingRule, num_prompts: int, mini_batches: int, coordinates: RankCoordinates, *,
-        refill: Refill | None = None, seed: int | None = None,
+        max_prompts: int | None = None, spare: int = 0, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """``seed``: see ``Collector``."""
+        """``max_prompts`` and ``spare``, over all ranks, of DAPO's dynamic sampling, and ``seed``: see ``Collector``.
+
+        max_prompts: None without dynamic sampling.
+        """
         self._rule, self._num_prompts, self._at = rule, num_prompts, coordinates
-        self._refill, self._seed = refill, seed
+        self._max_prompts, self._spare, self._seed = max_prompts, spare, seed
         sizes = [1] * num_prompts
         if isinstance(rule, Allotted):
             sizes = [min(count, rule.train_size or count) for count in rule.counts]
@@ -109,12 +102,12 @@ class PromptAssignment:
         return FixedSamples([(prompt, count + self._at.copy)])
 
     def select(self, rewards: Mapping[Key, float | None]) -> Selection:
-        if self._refill is None:
+        if self._max_prompts is None:
             return Collector(self._rule, self._num_prompts, seed=self._seed).replay(rewards)
         return join_selections([self._share(*place).replay(rewards) for place in self._turns], self._rule)
 
     def keys_of(self, selection: Selection) -> list[list[Key]]:
-        if self._refill is None:
+        if self._max_prompts is None:
             groups = [[sorted(chain(*mini)) for mini in self._bins]]
         else:
             # Prompts with a place are known only now: split the prompts of each copy evenly over the mini-batches.
@@ -128,7 +121,7 @@ class PromptAssignment:
         if not isinstance(self._rule, Allotted):  # otherwise the numbers were known beforehand
             groups = exchange_prompts(groups, Counter(selection.prompts.tolist()))
         places = set(self._places[self._at.copy])
-        minis = groups[self._at.copy] if self._refill else [[n for n in mini if n in places] for mini in groups[0]]
+        minis = groups[self._at.copy] if self._max_prompts else [[n for n in mini if n in places] for mini in groups[0]]
         mini_of = {prompt: index for index, mini in enumerate(minis) for prompt in mini}
         keys: list[list[Key]] = [[] for _ in minis]
         for prompt, sample in selection.keys:
@@ -139,19 +132,19 @@ class PromptAssignment:
     def _share(self, copy: int, rank: int) -> Collector:
         """Return the collector of the prompts that a rank may begin."""
         numbers, places = self._numbers(copy, rank), len(self._places[copy][rank :: self._at.ranks])
-        if self._refill is None:
+        if self._max_prompts is None:
             return Collector(self._rule, places, numbers=numbers)
         seed = None if self._seed is None else self._seed + self._turns[copy, rank]
-        spare = -(-self._refill.spare // len(self._turns))
+        spare = -(-self._spare // len(self._turns))
         options = {"refill": True, "spare": spare, "max_prompts": len(numbers), "seed": seed, "numbers": numbers}
         return Collector(self._rule, places, **options)
 
     def _numbers(self, copy: int, rank: int) -> list[int]:
         """The prompts that a rank may begin, in order."""
         first = self._places[copy][rank :: self._at.ranks]
-        if self._refill is None:
+        if self._max_prompts is None:
             return first
-        return [*first, *range(self._num_prompts + self._turns[copy, rank], self._refill.max_prompts, len(self._turns))]
+        return [*first, *range(self._num_prompts + self._turns[copy, rank], self._max_prompts, len(self._turns))]
 
 
 Assignment = SequenceAssignment | PromptAssignment

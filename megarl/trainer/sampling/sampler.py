@@ -16,7 +16,7 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.sampling.collector import FixedSamples, Selection
 from megarl.data.prompts import Prompt, PromptOrder
-from megarl.engines.player import Asker, Draw, Sample
+from megarl.engines.player import Asker, Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
@@ -25,16 +25,8 @@ from megarl.models.shapes import read_shape
 from megarl.routes.turns import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
-from megarl.trainer.sampling import excerpts, requests, step_rollouts
+from megarl.trainer.sampling import assignment, excerpts, requests, step_rollouts
 from megarl.trainer.sampling.allocators import AdaEst, Gvm
-from megarl.trainer.sampling.assignment import (
-    Assignment,
-    Key,
-    PromptAssignment,
-    RankCoordinates,
-    Refill,
-    SequenceAssignment,
-)
 from megarl.trainer.sampling.evaluation import draw, pool, read_inputs, score_table
 from megarl.trainer.step import TrainStep
 
@@ -46,7 +38,7 @@ class _AssignedStep:
     step: int
     position: int
     """The place of the first prompt in the run's order."""
-    assignment: Assignment
+    assignment: assignment.Assignment
     background: requests.BackgroundSampling | None = None
 
 
@@ -195,23 +187,23 @@ class Sampler:
         """Assign the samples of a step to ranks; a collective call for allocating rules."""
         config, sampling, number = self.config, self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
-        group = distributed.model_group()
-        coordinates = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
-        sizes = number, config.train.mini_batches, coordinates
+        of_copy, group = (distributed.dp_rank(), distributed.dp_size()), distributed.model_group()
+        sizes = number, config.train.mini_batches, assignment.RankCoordinates(*of_copy, group.rank(), group.size())
         if self._allocator is None:
             rule = sampling.rule_of(config.rollout.group_size, config.reward.threshold)
             if sampling.fixed:
                 assert isinstance(rule, Uniform)
-                return _AssignedStep(step, position, SequenceAssignment(rule, *sizes))
+                return _AssignedStep(step, position, assignment.SequenceAssignment(rule, *sizes))
         else:
             rule = self._allocator.allot(step, self._step_prompts(step))
-        refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
+        limit = config.prompts_per_step_at_most if sampling.refill else None
         seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
-        return _AssignedStep(step, position, PromptAssignment(rule, *sizes, refill=refill, seed=seed))
+        prompts = assignment.PromptAssignment(rule, *sizes, max_prompts=limit, spare=sampling.spare, seed=seed)
+        return _AssignedStep(step, position, prompts)
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with separate seeds."""
-        draw = self._make_draw(FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
+        draw = self._make_draw(assignment.FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         return requests.sample_together(self.engine, draw, params, self.on_finish)
