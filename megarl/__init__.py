@@ -32,8 +32,8 @@ def enable_cpu() -> bool:
     Always:
 
     9. ``warnings``: nine messages that every rank would print and no user can act on are ignored
-       (``stand_ins/process.py`` lists them).
+       (``stand_ins/te.py`` lists them).
     """
-    from megarl.stand_ins.process import enable  # imports torch
+    from megarl.stand_ins.te import enable  # imports torch
 
     return enable()

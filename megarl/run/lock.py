@@ -48,7 +48,8 @@ class RunLock:
                 raise ConfigError(f"{self._path} is no lock of megarl; move it away, or choose another run.dir")
             self._await_kernel(self._file)
             self._await_other_node()
-            self._owner = _describe_process()
+            since, job = time.strftime("%Y-%m-%d %H:%M:%S"), os.environ.get("SLURM_JOB_ID")
+            self._owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": since}
             self._write(self._owner)
         except BaseException as error:
             self._close()
@@ -173,8 +174,3 @@ def _describe(holder: dict[str, Any] | None) -> str:
         return "another process"
     job = f", Slurm job {holder['job']}" if holder.get("job") else ""
     return f"process {holder['pid']} on {holder['host']}{job}, since {holder['since']}"
-
-
-def _describe_process() -> dict[str, Any]:
-    since, job = time.strftime("%Y-%m-%d %H:%M:%S"), os.environ.get("SLURM_JOB_ID")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": since}

@@ -10,10 +10,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from megarl.errors import ConfigError, MegarlError, printable
 from megarl.files.foreign_json import read_object
@@ -37,7 +39,6 @@ _SIGN: _Fields = {
     **{"host": (str,), "phase": (str,), "pid": (int,), "step": (int,)},
     **dict.fromkeys(("beat", "beat_s"), (int, float)),
 }
-_VERDICT: _Fields = {**dict.fromkeys(("check", "level", "found", "cause", "advice"), (str,)), "since": (int, None)}
 _LARGEST = 1e12
 _MOST_RANKS = 1 << 20
 
@@ -45,7 +46,7 @@ _MOST_RANKS = 1 << 20
 def show(run_dir: Path, as_json: bool = False) -> int:
     """Print the status; returns 0, or 1 for a run that has failed or is lost. ConfigError if there is no run."""
     status = read_status(run_dir)
-    print(json.dumps(status) if as_json else "\n".join(map(printable, _lines(status))))
+    print(json.dumps(status, default=asdict) if as_json else "\n".join(map(printable, _lines(status))))
     return int(status["state"] in ("failed", "lost"))
 
 
@@ -59,11 +60,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         path.lstat()
         status = read_object(path)
         _require_fields(status, _STATUS)
-        health = status.get("health")  # None: no step is judged
-        for entry in [] if health is None else health if isinstance(health, list) else [health]:
-            _require_fields(entry, _VERDICT)
-            if len(entry) != len(_VERDICT):
-                raise ValueError(f"a verdict has the fields {[*entry]!r:.80}")
+        status["health"] = _VERDICTS.validate_python(status.get("health"))  # None: no step is judged
+    except ValidationError as error:
+        raise ConfigError(f"{path} is damaged: health: {error.errors()[0]['msg']}") from None
     except (FileNotFoundError, NotADirectoryError):
         if launch := _read_launch(run_dir):
             raise ConfigError(f"{run_dir}: no rank has written a status; the launcher says: {launch['says']}") from None
@@ -117,7 +116,7 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 def _lines(status: dict[str, Any]) -> list[str]:
     state, job, launch = status["state"], status["job"], status["launch"]
-    is_running, verdicts = state == "running", [HealthVerdict(**entry) for entry in status.get("health") or ()]
+    is_running, verdicts = state == "running", status["health"]
     tokens = f", {status['tokens_per_s']:.0f} tokens/s" if status["tokens_per_s"] is not None else ""
     gaps = {"k3": "k3 {:.1e}", "native_flip": "native flip {:.2%}", "dropped": "{:.0f} responses dropped"}
     engines = [text.format(status[name]) for name, text in gaps.items() if isinstance(status.get(name), float)]
@@ -129,8 +128,8 @@ def _lines(status: dict[str, Any]) -> list[str]:
         "to go": is_running and status["eta_s"] is not None and format_duration(status["eta_s"]),
         "engines": ", ".join(engines),
         "responses": isinstance(status.get("unjudged"), str) and status["unjudged"],
-        "health": ("\n" + " " * 12).join(line for verdict in verdicts for line in verdict.lines())
-        or (status.get("health") is not None and "no warnings"),
+        "health": ("\n" + " " * 12).join(line for verdict in verdicts or () for line in verdict.lines())
+        or (verdicts is not None and "no warnings"),
         "checkpoint": status["checkpoint"] or "none",
         "job": job and (f"{job}, restart {status['restart']}" if status["restart"] else job),
         "main rank": f"process {status['pid']} on {status['host']}",
@@ -258,3 +257,6 @@ class HealthVerdict:
         since = "" if self.since is None else f" since step {self.since}"
         head = f"{self.level}{since}, {self.check}: {self.found}"
         return [head, f"  cause:  {self.cause}", f"  advice: {self.advice}"]
+
+
+_VERDICTS = TypeAdapter(list[HealthVerdict] | None)

@@ -4,8 +4,8 @@
     <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds
     <run>/ranks/<rank>.stacks.txt  stacks of all threads of a rank without progress for log.hang_s
 
-A thread of each rank writes the files with every beat, and within a quarter of a beat after a new phase, so that no
-step waits for the file system. The thread also ends the rank when torchrun is gone.
+A thread of each rank writes the files with every beat, so that no step waits for the file system. The thread also ends
+the rank when torchrun is gone.
 """
 
 import faulthandler
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from megarl.errors import ConfigError, describe
 from megarl.files.writing import write_atomically
 from megarl.run.lock import RunLock
-from megarl.run.status import rank_file, stacks_file, stop_file
+from megarl.run.status import HealthVerdict, rank_file, stacks_file, stop_file
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 BETWEEN = "between phases"
@@ -56,7 +56,7 @@ class RunStatus:
     """Dropped responses of the latest step; None if the tripwires are off."""
     unjudged: str | None = None
     """How many responses of the latest step have a reward, and the first failure; None if all rewards succeeded."""
-    health: list[dict[str, Any]] | None = None
+    health: list[HealthVerdict] | None = None
     """The verdicts after the latest step, worst first; None before the first step."""
     ranks: int = 1
     last_error: str | None = None
@@ -78,7 +78,7 @@ class Vitals:
     ) -> None:
         """hang_s: seconds without progress before stacks are written; beat_s: seconds between two signs."""
         self._folder, self._rank, self._hang_s = folder, rank, hang_s
-        self._beat_s = beat_s or max(2.0, ranks / 50)  # all ranks together write 50 a second; 200 while phases change
+        self._beat_s = beat_s or max(1.0, ranks / 100)  # all ranks together write at most 100 a second
         self._parent = os.getppid()
         # Without torchrun the parent is a shell, which may end before the run (nohup).
         self._has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
@@ -92,7 +92,6 @@ class Vitals:
         self._thread = threading.Thread(target=self._watch, name="vitals", daemon=True)
         self._file_lock = threading.Lock()
         self.status = RunStatus(steps=steps, ranks=ranks)
-        self._written = self._place
 
     def __enter__(self) -> Self:
         self._write()
@@ -129,7 +128,7 @@ class Vitals:
         if len(self._ends) > 1:  # the first entry is the begin of the run
             status.step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
             status.eta_s = (status.steps - done) * status.step_s
-        status.step = done  # last, because the thread writes when it changes
+        status.step = done
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         self.status.state = state
@@ -138,23 +137,13 @@ class Vitals:
             self.status.error_kind = type(error).__name__
         self._write()
 
-    @property
-    def _place(self) -> tuple[int, str, float]:
-        return self.status.step, self.status.phase, self.status.phase_since
-
     def _enter(self, name: str) -> None:
         self.status.phase, self.status.phase_since = name, time.time()
         self.mark_progress()
 
     def _watch(self) -> None:
-        beaten = time.monotonic()
-        while not self._ended.wait(self._beat_s / 4):  # a new phase is written sooner than the next sign is due
-            is_due = time.monotonic() - beaten >= self._beat_s
-            if is_due or self._written != self._place:
-                self._write()
-            if not is_due:
-                continue
-            beaten = time.monotonic()
+        while not self._ended.wait(self._beat_s):
+            self._write()
             if self._has_launcher and os.getppid() != self._parent:
                 self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
                 self._write()
@@ -197,7 +186,6 @@ class Vitals:
     def _write(self) -> None:
         """Write both files, without fsync: they describe the moment only."""
         self.status.updated = time.time()
-        self._written = self._place  # read before the status, to lose no change
         with self._file_lock:
             try:
                 rank_file(self._folder, self._rank).parent.mkdir(parents=True, exist_ok=True)

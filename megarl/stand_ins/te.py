@@ -25,8 +25,32 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape
+from megarl.stand_ins import cpu
 
 _NAME = "transformer_engine"
+_SILENCED = (
+    "Apex is not installed",
+    "Transformer Engine and Apex are not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
+    ".*`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
+    "TypedStorage is deprecated",
+    "torch.distributed.reduce_op is deprecated",
+)
+"""Warnings that every rank would print and no user can act on: absent optional kernels (``megarl doctor`` reports
+those), names that torch will rename, Megatron's use of deprecated defaults."""
+
+
+def enable() -> bool:
+    """Apply all stand-ins to this process; see ``megarl.enable_cpu``."""
+    hide_unusable()
+    for message in _SILENCED:
+        warnings.filterwarnings("ignore", message=message)
+    is_on_cpu = cpu.enable()
+    stand_in()
+    return is_on_cpu
 
 
 @cache

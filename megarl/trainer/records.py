@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -207,7 +206,7 @@ class Monitor:
         self._health.add({"kind": "step", "step": done, UNJUDGED: self.unjudged, **metrics})
         for line in self._health.news():
             self.say(f"health: {line}")
-        self.vitals.status.health = [asdict(verdict) for verdict in self._health.verdicts()]
+        self.vitals.status.health = self._health.verdicts()
 
     def log_step(
         self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_update: Mapping[str, float]

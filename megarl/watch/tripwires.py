@@ -13,10 +13,8 @@ Few tokens prove little: each mean also counts FEW agreeing tokens. The limits a
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,35 +111,26 @@ def drop_evidence(dropped: int, judged: int) -> float:
     return dropped * math.log(faulty / usual) + (judged - dropped) * math.log((1.0 - faulty) / (1.0 - usual))
 
 
-@dataclass(frozen=True, eq=False)
 class Drops:
     """Which sequences of a step are dropped, and why."""
 
-    gaps: np.ndarray
-    """float64 [S, COLUMNS], of all sequences of the step."""
-    limits: np.ndarray
-    """float64 [3], of k3, native flip and evidence; infinite where a check is off."""
-    figures: np.ndarray
-    """float64 [S, 3]."""
-    judged: np.ndarray
-    """bool [S], True for sequences with a generated token."""
-    over: np.ndarray
-    """bool [S, 3]. If the pooled mean of the remaining sequences exceeds a limit, all remaining sequences are over the
-    limit."""
+    def __init__(self, gaps: np.ndarray, limits: np.ndarray) -> None:
+        """Compare each sequence of the step, float64 [S, COLUMNS], with the limits, float64 [3].
 
-    @classmethod
-    def of(cls, gaps: np.ndarray, limits: np.ndarray) -> Self:
-        """Compare each sequence, float64 [S, COLUMNS], with the limits, float64 [3]."""
-        figures, judged = np.column_stack([_means(gaps), gaps[:, Column.EVIDENCE]]), gaps[:, Column.TOKENS] > 0
-        over = (figures > limits) & judged[:, None]
-        remaining = judged & ~over.any(1)
-        over[:, :2] |= remaining[:, None] & (_pool(gaps[remaining]) > limits[:2])
-        return cls(gaps, limits, figures, judged, over)
-
-    @cached_property
-    def dropped(self) -> np.ndarray:
+        The limits are of k3, native flip and evidence; infinite where a check is off.
+        """
+        self.gaps, self.limits = gaps, limits
+        self.figures = np.column_stack([_means(gaps), gaps[:, Column.EVIDENCE]])
+        """float64 [S, 3]."""
+        self.judged = gaps[:, Column.TOKENS] > 0
+        """bool [S], True for sequences with a generated token."""
+        self.over = (self.figures > limits) & self.judged[:, None]
+        """bool [S, 3]. If the pooled mean of the remaining sequences exceeds a limit, all remaining sequences are over
+        the limit."""
+        remaining = self.judged & ~self.over.any(1)
+        self.over[:, :2] |= remaining[:, None] & (_pool(gaps[remaining]) > limits[:2])
+        self.dropped = np.asarray(self.over.any(1))
         """bool [S]."""
-        return np.asarray(self.over.any(1))
 
     @property
     def share(self) -> float:
@@ -211,7 +200,7 @@ class StepJudge:
         """
         usual = usual_means(gaps)
         steps = [[0.0, 0.0]] if mistake else [*self.state["usual_by_step"], usual][:LEARNING_STEPS]
-        self._mistake, self.verdict = mistake, Drops.of(gaps, self._limits(steps))
+        self._mistake, self.verdict = mistake, Drops(gaps, self._limits(steps))
         self.learn(self.verdict, usual)
         return self.verdict
 

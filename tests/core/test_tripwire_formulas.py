@@ -35,7 +35,7 @@ def gap(
 
 
 def verdict(*rows: list[float], limits: np.ndarray = LIMITS) -> Drops:
-    return Drops.of(np.array(rows), limits)
+    return Drops(np.array(rows), limits)
 
 
 def test_k3_of_a_response_by_hand() -> None:
@@ -104,7 +104,7 @@ def test_wrong_responses_cannot_loosen_the_limits(wrong: int) -> None:
     foreign = [gap(s, 0.25, 0.45, tokens=12) for s in range(128 - wrong, 128)]
     limits = learnt_limits([usual_means(np.array([*honest, *foreign]))])
     assert limits[0] < 0.2
-    found = Drops.of(np.array([*honest, *foreign]), np.array([*limits, TRIPWIRES.evidence]))
+    found = Drops(np.array([*honest, *foreign]), np.array([*limits, TRIPWIRES.evidence]))
     assert found.dropped[-wrong:].all()
     if wrong == 4:
         assert limits == [0.05, 0.25]

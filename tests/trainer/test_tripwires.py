@@ -128,7 +128,7 @@ def test_how_many_steps_with_drops_end_a_run(world: World, dropped: int, respons
     judge = tripwires.Tripwires(world.settings().train)
     gaps = np.zeros((responses, COLUMNS))
     gaps[:, 4], gaps[:dropped, 9] = 9, 99.0
-    judge.verdict = verdict = Drops.of(gaps, np.array([0.05, 0.25, 20.0]))
+    judge.verdict = verdict = Drops(gaps, np.array([0.05, 0.25, 20.0]))
     for step in range(1, 40):
         judge.learn(verdict, [0.0, 0.0])
         if step == steps:

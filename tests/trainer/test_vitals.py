@@ -32,7 +32,7 @@ def until(holds: object, timeout_s: float = 300.0) -> None:
 
 
 def test_status_tells_step_phase_speed_and_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLock(tmp_path / "lock") as lock, Vitals(tmp_path, 0, 1, steps=10, hang_s=6000.0, beat_s=8.0) as vitals:
+    with RunLock(tmp_path / "lock") as lock, Vitals(tmp_path, 0, 1, steps=10, hang_s=6000.0, beat_s=0.2) as vitals:
         vitals.lock = lock
         vitals.begin(2)
         vitals.status.tokens_per_s = 123.0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megarl.config.addresses import has_host
 from megarl.errors import ConfigError
 
 Count = Annotated[int, Field(ge=0)]
@@ -45,6 +47,18 @@ class Table(BaseModel):
 Row = tuple[object, str] | tuple[object, str, str]
 """(condition, message, remedy). A true condition breaks the rule. The message names the key, the finding and the
 expectation. The remedy is optional."""
+
+
+def for_urls(urls: Sequence[str]) -> Iterator[Row]:
+    """Yield the rules on the servers in a key ``urls``."""
+    for url in urls:
+        fits = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)
+        yield (
+            not fits or urls.count(url) > 1,
+            f"urls: found {url.rpartition('@')[2]}, expected each server once, as http://host:port (an IPv6 address in "
+            "brackets) without a slash at the end, a question mark or a password",
+            "name a variable in api_key_env for the key",
+        )
 
 
 def refuse(rows: Iterable[Row]) -> None:

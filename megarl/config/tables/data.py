@@ -1,13 +1,11 @@
 """The tables about prompts, rewards and demonstrations: [data], [reward], [reward_model], [sft]."""
 
-import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.addresses import has_host
-from megarl.config.tables.base import Row, Table
+from megarl.config.tables.base import Row, Table, for_urls
 from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 
@@ -90,13 +88,7 @@ class RewardModelConfig(Table):
     """Name of the environment variable with the API key of the servers; default: no key is sent."""
 
     def rows(self) -> Iterable[Row]:
-        for url in self.urls:
-            yield (
-                not (re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)),
-                f"urls: found {url.rpartition('@')[2]}, expected http://host:port (an IPv6 address in brackets) "
-                "without a slash at the end, a question mark or a password",
-                "name a variable in api_key_env for the key",
-            )
+        yield from for_urls(self.urls)
         yield "{response}" not in self.text, f"text: found {self.text!r}, expected {{response}} in it"
 
 

@@ -5,9 +5,8 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.addresses import has_host
 from megarl.config.plugs import EngineKind, engine_kind
-from megarl.config.tables.base import Count, Dtype, Row, Table
+from megarl.config.tables.base import Count, Dtype, Row, Table, for_urls
 
 
 class RolloutConfig(Table):
@@ -188,13 +187,7 @@ class SGLangConfig(Table):
     """Most restarts of a server that dies; servers at urls are not restarted."""
 
     def rows(self) -> Iterable[Row]:
-        for url in self.urls:
-            is_url = url.startswith(("http://", "https://")) and not url.endswith("/") and has_host(url)
-            yield (
-                not is_url or sum(url == other.rstrip("/") for other in self.urls) > 1,
-                f"urls: found {url}, expected each server once, as http://host:port without a slash (an IPv6 address "
-                "in brackets)",
-            )
+        yield from for_urls(self.urls)
         gpus, num = self.gpus, self.servers * self.tp
         yield self.urls and gpus, "gpus: found together with urls, whose servers run already", "set one of them"
         yield len(set(gpus)) < len(gpus), f"gpus: found {gpus}, expected each GPU once"

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.models.fit import check_fit
 from megarl.ops.doctor import inputs, machine
@@ -33,7 +32,10 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
     if path is None:
         return Diagnosis(None, machine.check_machine(None, releases), releases)
     config = config_file.load(path, overrides, trust=trust)
-    _check_layout(config)
+    p = config.parallel
+    smallest = math.lcm(p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp)
+    ranks = config.launch.ranks if "launch" in config.model_fields_set else smallest
+    config.check_world_size(int(os.environ.get("WORLD_SIZE", ranks)))  # ConfigError if sizes do not divide
     of_model, shape = inputs.read_model(config)
     if shape is not None:
         check_fit(config, shape)
@@ -46,11 +48,3 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
 
         checks += [Finding(f"server {place}", status, text) for place, status, text in examine_servers(config)]
     return Diagnosis(str(path), checks, releases)
-
-
-def _check_layout(config: Config) -> None:
-    """ConfigError if sizes do not divide: under torchrun, or of [launch], or in the smallest layout."""
-    p = config.parallel
-    smallest = math.lcm(p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp)
-    ranks = config.launch.ranks if "launch" in config.model_fields_set else smallest
-    config.check_world_size(int(os.environ.get("WORLD_SIZE", ranks)))

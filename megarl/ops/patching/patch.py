@@ -229,33 +229,29 @@ def run(command: str, target: Path | None, version: str | None) -> None:
     version: take the patch of this release.
     """
     try:
-        _run(command, target, version)
+        root = (target or find_installed()).resolve()
+        core = read_version(root)
+        choice = choose(root, core, version)
+        if choice is None:
+            print(f"megatron-core {core} in {root}: has the hook and needs no patch")
+            return
+        release, states = choice
+        unfit = _unfit(states)
+        if command in ("check", "apply") and not unfit and not has_hook(root, states):
+            raise PatchError(
+                f"{release}.patch fits Megatron-Core {core} in {root}, but leaves routers that do not pass on a hook "
+                "(router_replay), expected one at every choice of experts: put it in by hand, or take a patch that "
+                "brings it (--version); nothing was changed"
+            )
+        changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
+        if changes and not unfit:
+            # moe_utils.py first: a patched router would pass the hook to a function without the argument.
+            replace_files(root, changes if command == "apply" else changes[::-1])
+        print(f"megatron-core {core} in {root}: {release}.patch")
+        for state in states:
+            word = "not changed" if unfit and state in changes else WORDS[command][state.state]
+            print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
+        if unfit and command != "status":
+            raise PatchError(f"{unfit[0].notes[0]}; nothing was changed")
     except OSError as error:
         raise PatchError(f"cannot read {error.filename}: {error.strerror}; nothing was changed") from error
-
-
-def _run(command: str, target: Path | None, version: str | None) -> None:
-    root = (target or find_installed()).resolve()
-    core = read_version(root)
-    choice = choose(root, core, version)
-    if choice is None:
-        print(f"megatron-core {core} in {root}: has the hook and needs no patch")
-        return
-    release, states = choice
-    unfit = _unfit(states)
-    if command in ("check", "apply") and not unfit and not has_hook(root, states):
-        raise PatchError(
-            f"{release}.patch fits Megatron-Core {core} in {root}, but leaves routers that do not pass on a hook "
-            "(router_replay), expected one at every choice of experts: put it in by hand, or take a patch that brings "
-            "it (--version); nothing was changed"
-        )
-    changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
-    if changes and not unfit:
-        # moe_utils.py first: a patched router would pass the hook to a function without the argument.
-        replace_files(root, changes if command == "apply" else changes[::-1])
-    print(f"megatron-core {core} in {root}: {release}.patch")
-    for state in states:
-        word = "not changed" if unfit and state in changes else WORDS[command][state.state]
-        print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
-    if unfit and command != "status":
-        raise PatchError(f"{unfit[0].notes[0]}; nothing was changed")

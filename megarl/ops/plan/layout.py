@@ -73,16 +73,11 @@ def _layers_per_stage(config: Config, num_layers: int) -> list[int]:
     return [fixed.get(rank, open_layers // open_stages if open_stages else 0) for rank in range(pp)]
 
 
-@dataclass(frozen=True, slots=True)
-class StepSchedule:
-    """The arithmetic of one step."""
+def divide_step(config: Config, layout: Layout) -> int:
+    """Return the micro-batches of a mini-batch if all sequences have the maximum length.
 
-    fewest: int  # micro-batches of a mini-batch if responses are short
-    most: int  # micro-batches of a mini-batch if all sequences have the maximum length
-
-
-def divide_step(config: Config, layout: Layout) -> StepSchedule:
-    """Divide a step; ConfigError where the interleaved schedule has more micro-batches than sequences."""
+    ConfigError where the interleaved schedule has more micro-batches than sequences.
+    """
     cp, multiple = layout.cp, config.parallel.micro_batch_multiple
     padded = _round_up(config.longest_sequence, 2 * cp if cp > 1 else 1)  # two chunks of a sequence on each of cp ranks
     per_micro_batch = max(1, config.train.micro_batch_tokens * cp // padded)
@@ -93,7 +88,7 @@ def divide_step(config: Config, layout: Layout) -> StepSchedule:
             f"but a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
             "rollout.prompts_per_step"
         )
-    return StepSchedule(fewest=multiple, most=num_most)
+    return num_most
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ from megarl.models.fit import check_fit
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
 from megarl.ops.plan.engine_memory import EngineMemory, engine_memory, weight_bytes
-from megarl.ops.plan.layout import ModelCount, RankCount, StepSchedule, count_model, count_rank, divide_step, stages_of
+from megarl.ops.plan.layout import ModelCount, RankCount, count_model, count_rank, divide_step, stages_of
 from megarl.ops.plan.trainer_memory import ELEMENT, RankMemory, rank_memory
 from megarl.ops.shipped import MODELS
 
@@ -25,14 +25,6 @@ _USE_LESS = (
     "raise parallel.tp, pp or ep or the number of GPUs, recompute more, or lower train.micro_batch_tokens "
     "(not below the longest sequence)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """Bytes on the fullest GPU, reserves included."""
-
-    trainer: int  # a GPU of the trainer; the server's share included where both use the GPU
-    server: int  # a GPU that only holds a server; 0 without such a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +41,10 @@ class Estimate:
     memory: RankMemory
     stages: tuple[RankMemory, ...]  # a rank of each pipeline stage
     engine: EngineMemory
-    gpu: GpuMemory
+    trainer_gpu: int  # on the trainer's fullest GPU, reserves included; with the server's share where both use it
+    server_gpu: int  # on a GPU that only holds a server, reserves included; 0 without such a GPU
     spare_weights: int  # on the host of each node's first rank: the weights for a restarted server
-    batches: StepSchedule
+    micro_batches: int  # of a mini-batch, at most
 
 
 def plan(config: Config, model: Path | None = None) -> Estimate:
@@ -62,12 +55,12 @@ def plan(config: Config, model: Path | None = None) -> Estimate:
     layout = config.check_world_size(config.launch.ranks)
     refuse(for_layout(config, shape, layout))
     refuse(for_servers(config, shape, BLOCK[0]))
-    stages, batches = stages_of(config, shape), divide_step(config, layout)
-    memories = [rank_memory(config, shape, layout, stage, batches.most) for stage in stages]
+    stages, micro_batches = stages_of(config, shape), divide_step(config, layout)
+    memories = [rank_memory(config, shape, layout, stage, micro_batches) for stage in stages]
     worst = max(range(len(stages)), key=lambda index: memories[index].peak)
     engine = engine_memory(config, shape)
     refuse(for_cache(engine.weights, engine.tokens, engine.sequences, config.longest_sequence))
-    count = count_rank(shape, layout, stages[worst])
+    trainer_gpu, server_gpu = gpu_memory(config, memories[worst], engine)
     nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
     sent = weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=config.sglang.fp8)
     has_spare = config.rollout.engine_kind.server and config.sglang.spare_weights == "memory"
@@ -78,13 +71,14 @@ def plan(config: Config, model: Path | None = None) -> Estimate:
         layout=layout,
         server_gpus=nodes * config.sglang.servers * config.sglang.tp if config.rollout.engine_kind.server else 0,
         model=count_model(shape),
-        rank=count,
+        rank=count_rank(shape, layout, stages[worst]),
         memory=memories[worst],
         stages=tuple(memories),
         engine=engine,
-        gpu=gpu_memory(config, memories[worst], engine),
+        trainer_gpu=trainer_gpu,
+        server_gpu=server_gpu,
         spare_weights=sent if has_spare else 0,
-        batches=batches,
+        micro_batches=micro_batches,
     )
 
 
@@ -105,8 +99,11 @@ def find_model(config: Config, model: Path | None) -> Path:
     )
 
 
-def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMemory:
-    """Return what the fullest GPUs hold; ConfigError if launch.gpu_memory_gib is less."""
+def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> tuple[int, int]:
+    """Return the bytes on the trainer's fullest GPU and on a GPU of servers alone.
+
+    ConfigError if launch.gpu_memory_gib is less.
+    """
     name, trainer, server, remedy = f"a rank of stage {rank.stage}", rank.peak + TRAINER_RESERVE, 0, _USE_LESS
     if not config.rollout.engine_kind.server:
         name, trainer = f"{name} with its engine", trainer + engine.total
@@ -119,7 +116,7 @@ def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMem
     if config.launch.apart or (server and config.sglang.gpus):
         needs.append(("a server's GPU", server, "raise sglang.tp, or lower sglang.mem_fraction"))
     refuse(for_gpus(config.launch.gpu_memory_gib, needs))
-    return GpuMemory(trainer, server)
+    return trainer, server
 
 
 def shared_gpu(rank: RankMemory, engine: EngineMemory, handed_over: bool) -> int:

@@ -78,13 +78,9 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
 def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
     """Bytes of the routes of a mini-batch for one rank's routers: rows L_local K, one byte per expert up to 256
     experts."""
+    rows = layout.sequences_per_rank * config.longest_sequence // (layout.cp * layout.tp)  # all at maximum length
     local = sum(layer in shape.moe_layers for layer in stage.layers)
-    return _rows(config, layout) * local * shape.topk * (1 if shape.num_experts <= 256 else 2)
-
-
-def _rows(config: Config, layout: Layout) -> int:
-    """Tokens of a mini-batch for one rank's routers, all sequences at maximum length."""
-    return layout.sequences_per_rank * config.longest_sequence // (layout.cp * layout.tp)
+    return rows * local * shape.topk * (1 if shape.num_experts <= 256 else 2)
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:

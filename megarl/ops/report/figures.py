@@ -7,6 +7,7 @@ Of a single run, each series has a colour; several runs have a colour each. Each
 and later lines are thinner: of two coinciding lines, the first shows on both sides of the second.
 """
 
+import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,13 +39,13 @@ class Run:
 def make_figures(panel: series.Panel, runs: Sequence[Run]) -> list[Figure]:
     """Return the figures of a panel: a figure of all runs with its metrics, or for maps a figure per run."""
     runs = [run for run in runs if panel.is_recorded(run.curves)]
-    if panel.kind == "layers":
+    if panel.metrics:
         figures = [_plot_layers(panel, run) for run in runs]
         top = max(figure["data"][0]["zmax"] for figure in figures)  # a common scale, for comparable colours
         for run, figure in zip(runs, figures, strict=True):
             figure["data"][0]["zmax"] = top
             if run.color is not None:  # several are compared
-                figure["layout"]["title"] = {"text": html_name(run.name)}
+                figure["layout"]["title"] = {"text": html.escape(run.name, quote=False)}
         return figures
     layout: Figure = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label)}
     data = [trace for place, run in enumerate(runs) for trace in _plot_lines(panel, run, place)]
@@ -52,33 +53,9 @@ def make_figures(panel: series.Panel, runs: Sequence[Run]) -> list[Figure]:
     return [{"data": data, "layout": layout}]
 
 
-def html_name(text: str) -> str:
-    """Escape a name for plotly, because plotly reads HTML tags in texts."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 def numbers(values: np.ndarray) -> list[float | None]:
     """Return the values [P] with six digits; None for values that are not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
-
-
-def _map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int]) -> Figure:
-    """Return a map of layers against columns, the share of tokens routed differently; NaN is left blank.
-
-    grid: float [L, columns]; x: [columns].
-    """
-    top = float(np.nanmax(grid, initial=0.0)) or 0.01  # without any disagreement the scale is one percent
-    return {
-        "type": "heatmap",
-        "z": [numbers(row) for row in grid],
-        "x": numbers(x),
-        "y": [str(layer) for layer in layers],
-        "zmin": 0.0,
-        "zmax": top,
-        "colorscale": "Viridis",
-        "colorbar": {"tickformat": ".3~%", "thickness": 12},
-        "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
-    }
 
 
 def _axis(title: str, **options: Any) -> Figure:
@@ -88,31 +65,36 @@ def _axis(title: str, **options: Any) -> Figure:
 def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
     """Plot the recorded metrics: mini-batches as their mean, long curves as moving averages."""
     for index, line in enumerate(_lines_of(panel, run.curves)):
-        if (curve := run.curves.get(line.metric)) is not None:
-            style = _style(run, line, place, index)
-            if line.style == "dots":
-                yield _trace(style, curve, "lines+markers", marker={"size": 9, "color": style["line"]["color"]})
-            else:
-                yield from _plot_curve(curve, style)
+        if (curve := run.curves.get(line.metric)) is None:
+            continue
+        style = _style(run, line, place, index)
+        if line.style == "dots":
+            yield _trace(style, curve, "lines+markers", marker={"size": 9, "color": style["line"]["color"]})
+            continue
+        mean = curve.per_step()
+        shown = series.thin(mean)
+        if len(mean.x) >= _SMOOTHED_FROM:
+            pale = {"line": {**style["line"], "width": 1, "dash": "solid"}, "opacity": 0.35, "showlegend": False}
+            yield _trace(style, shown, "lines", **pale, hoverinfo="skip")
+            shown = series.thin(replace(mean, y=series.smooth(mean.y, max(5, len(mean.y) // 25))))
+        yield _trace(style, shown, "lines" if len(shown.x) > 12 else "lines+markers", marker={"size": 4})
 
 
 def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     """Return the lines of a panel, for a metric of NAME a line of each benchmark."""
-    lines: list[series.Line] = []
-    for line in panel.lines:
-        names = series.benchmarks(curves) if "NAME" in line.metric else [""]
-        for name in names:
-            lines.append(
-                replace(line, metric=line.metric.replace("NAME", name), label=line.label.replace("NAME", name))
-            )
-    return lines
+    names = series.benchmarks(curves)
+    return [
+        replace(line, metric=line.metric.replace("NAME", name), label=line.label.replace("NAME", name))
+        for line in panel.lines
+        for name in (names if "NAME" in line.metric else [""])
+    ]
 
 
 def _style(run: Run, line: series.Line, place: int, index: int) -> Figure:
     """The common settings of the traces of a line. The legend hides line, band and pale values together."""
     prefix = "" if run.color is None else f"{run.name}: "
     width = (3.6, 2.2, 1.5)[min(index if run.color is None else place, 2)]
-    name = html_name(prefix + line.label)
+    name = html.escape(prefix + line.label, quote=False)  # plotly reads HTML tags in texts
     return {
         "type": "scatter",
         "name": name,
@@ -125,18 +107,11 @@ def _trace(style: Figure, curve: series.Curve, mode: str, **options: Any) -> Fig
     return {**style, "mode": mode, **options, "x": numbers(curve.x), "y": numbers(curve.y)}
 
 
-def _plot_curve(curve: series.Curve, style: Figure) -> Iterator[Figure]:
-    mean = curve.per_step()
-    is_long = len(mean.x) >= _SMOOTHED_FROM
-    if is_long:
-        pale = {"line": {**style["line"], "width": 1, "dash": "solid"}, "opacity": 0.35, "showlegend": False}
-        yield _trace(style, series.thin(mean), "lines", **pale, hoverinfo="skip")
-    shown = series.thin(replace(mean, y=series.smooth(mean.y, max(5, len(mean.y) // 25)))) if is_long else mean
-    yield _trace(style, shown, "lines" if len(shown.x) > 12 else "lines+markers", marker={"size": 4})
-
-
 def _plot_layers(panel: series.Panel, run: Run) -> Figure:
-    """Plot a map of MoE layers against steps; the metrics of the panel are prefixes as in ``layer_curves``."""
+    """Plot a map of MoE layers against steps, the share of tokens routed differently; NaN is left blank.
+
+    The metrics of the panel are prefixes as in ``layer_curves``.
+    """
     layers = {layer: curve.per_step() for layer, curve in series.layer_curves(run.curves, panel.metrics).items()}
     steps = np.unique(np.concatenate([curve.x for curve in layers.values()]))
     grid = np.full((len(layers), len(steps)), np.nan)
@@ -147,7 +122,18 @@ def _plot_layers(panel: series.Panel, run: Run) -> Figure:
     grid = np.where(counts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(counts, 1), np.nan)
     vertical = _axis(panel.y_label, type="category", autorange="reversed")
     layout = {"xaxis": _axis("global step"), "yaxis": vertical}
-    return {"data": [_map_trace(grid, steps[starts], tuple(layers))], "layout": layout}
+    trace = {
+        "type": "heatmap",
+        "z": [numbers(row) for row in grid],
+        "x": numbers(steps[starts]),
+        "y": [str(layer) for layer in layers],
+        "zmin": 0.0,
+        "zmax": float(np.nanmax(grid, initial=0.0)) or 0.01,  # without any disagreement the scale is one percent
+        "colorscale": "Viridis",
+        "colorbar": {"tickformat": ".3~%", "thickness": 12},
+        "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
+    }
+    return {"data": [trace], "layout": layout}
 
 
 def _scale_y(layout: Figure, panel: series.Panel, data: Sequence[Figure]) -> None:

@@ -25,7 +25,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import write_output
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
 from megarl.ops.report.samples import for_page
-from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_glossary, read_panels, sum_judged
+from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_panels, read_table
 from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
 from megarl.watch.health import CHECKS, judge_run
@@ -57,7 +57,12 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     (it may be missing); ConfigError for too many runs, or a run given twice.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
-    _check_runs(folders)
+    if len(folders) > len(_RUN_COLORS):
+        raise ConfigError(
+            f"megarl report: found {len(folders)} runs, expected at most {len(_RUN_COLORS)}: a colour each"
+        )
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("megarl report: a run is given twice")
     sources = [_read_run(folder) for folder in folders]
     if out is None:
         out = Path("compare.html") if len(sources) > 1 else folders[0] / "report" / "index.html"
@@ -67,21 +72,16 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     return out
 
 
-def _check_runs(folders: Sequence[Path]) -> None:
-    paths = [folder.resolve() for folder in folders]
-    if len(paths) > len(_RUN_COLORS):
-        raise ConfigError(f"megarl report: found {len(paths)} runs, expected at most {len(_RUN_COLORS)}: a colour each")
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ConfigError(f"megarl report: {path} is given twice")
-
-
 def _read_run(folder: Path) -> _Source:
     path = folder / "metrics.jsonl"
     records = read_metrics(path)
     if not records:
         raise DataError(f"{path}: no whole record: the run has not finished its first step")
-    return _Source(str(folder), folder, records, make_curves(records), _read_config(folder / "config.toml"))
+    try:
+        config = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else {}
+    except ConfigError as error:
+        raise DataError(f"{error}; something has changed the file since the run wrote it") from error
+    return _Source(str(folder), folder, records, make_curves(records), config)
 
 
 def _make_page(sources: Sequence[_Source]) -> bytes:
@@ -135,7 +135,8 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
     speed = curves.get("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
     all_judged = "all" if "reward/judged" in curves else NOT_RECORDED
-    rows["Responses with a reward"] = describe_judged(sum_judged(curves)) or all_judged
+    counts = {name: curves[name].finite.sum() for name in ("reward/judged", "reward/responses") if name in curves}
+    rows["Responses with a reward"] = describe_judged(counts) or all_judged
     if (failed := curves.get("episode/failed_fraction")) is not None:
         rows["Episodes that failed"] = f"{100.0 * failed.finite.mean():.3g}%"
     rows["Objective"] = _get_setting(config, "train", "objective")
@@ -144,13 +145,6 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
     layout = " · ".join(f"{key.upper()} {size}" for key, size in sizes.items() if size != NOT_RECORDED)
     rows["Layout"] = layout or NOT_RECORDED
     return rows
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return read_toml(path) if path.is_file() else {}
-    except ConfigError as error:
-        raise DataError(f"{error}; something has changed the file since the run wrote it") from error
 
 
 def _get_setting(config: dict[str, Any], table: str, key: str, missing: str = NOT_RECORDED) -> str:
@@ -199,8 +193,8 @@ def _card(level: str, title: str, observation: str, cause: str = "", advice: str
 def render_panel(key: str, panel: Panel, places: Sequence[int]) -> str:
     """Return a panel as HTML: title, caption, figures by place in the list, and links into the glossary."""
     plots = "".join(f'<div class="plot" data-figure="{place}"></div>' for place in places)
-    entries = [name for name in panel.needs if name in read_glossary()]
-    links = " ".join(f'<a href="#{_anchor(name)}">{html.escape(name)}</a>' for name in entries)
+    entries = [name for name in panel.needs if name in read_table("glossary.toml")]
+    links = " ".join(f'<a href="#metric-{html.escape(name)}">{html.escape(name)}</a>' for name in entries)
     return (
         f'<figure class="card{" wide" if panel.wide else ""}" id="{key}"><h2>{html.escape(panel.title)}</h2>'
         f"<figcaption>{html.escape(panel.caption)}</figcaption>{plots}"
@@ -211,8 +205,8 @@ def render_panel(key: str, panel: Panel, places: Sequence[int]) -> str:
 def render_glossary() -> str:
     """Return the meaning of all metrics as HTML, with an anchor per metric."""
     entries = "".join(
-        f'<div id="{_anchor(name)}"><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>'
-        for name, text in sorted(read_glossary().items())
+        f'<div id="metric-{html.escape(name)}"><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>'
+        for name, text in sorted(read_table("glossary.toml").items())
     )
     return f'<section id="glossary"><h2>Glossary</h2><dl>{entries}</dl></section>'
 
@@ -231,10 +225,6 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
         for first, *cells_behind in rows
     )
     return f'<div class="table"><table>{cells}</table></div>'
-
-
-def _anchor(metric: str) -> str:
-    return html.escape(f"metric-{metric}")
 
 
 def _embed(value: Any) -> str:

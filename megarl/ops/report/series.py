@@ -62,11 +62,6 @@ def make_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     return {name: curve for name, curve in curves if curve.finite.size}
 
 
-def sum_judged(curves: Curves) -> dict[str, float]:
-    """Return the numbers of training responses, and of responses with a reward, over all steps."""
-    return {name: float(curves[name].finite.sum()) for name in ("reward/judged", "reward/responses") if name in curves}
-
-
 def benchmarks(curves: Curves) -> list[str]:
     """Return the benchmarks of a run with several benchmarks; a single benchmark has the name "eval/..."."""
     return [name[5:-10] for name in curves if name.startswith("eval/") and name.endswith("/pass_rate") and name[5:-10]]
@@ -137,9 +132,7 @@ class Panel:
     y_label: str
     lines: tuple[Line, ...] = ()
     metrics: tuple[str, ...] = ()
-    """Of layers, prefixes: the first prefix with metrics counts."""
-    kind: Literal["lines", "layers"] = "lines"
-    """The kind of figure: layers is a map of layers against steps."""
+    """Of a map of layers against steps, prefixes: the first prefix with metrics counts."""
     scale: Scale = "free"
     wide: bool = False
     """True for the whole width of the page."""
@@ -147,34 +140,24 @@ class Panel:
     @property
     def needs(self) -> tuple[str, ...]:
         """The metrics; any metric is enough."""
-        if self.kind == "layers":
-            return tuple(f"{prefix}XX" for prefix in self.metrics)
-        return tuple(line.metric for line in self.lines)
+        return (*(f"{prefix}XX" for prefix in self.metrics), *(line.metric for line in self.lines))
 
     def is_recorded(self, curves: Curves) -> bool:
         """True if any metric has a value to plot."""
-        if self.kind == "layers":
-            return bool(layer_curves(curves, self.metrics))
-        return any(name in curves for name in self.needs)
+        return bool(layer_curves(curves, self.metrics)) or any(name in curves for name in self.needs)
 
 
-@cache
 def read_panels() -> dict[str, Panel]:
     """Return the panels by their short names, in the order of the page."""
-    return {key: _make_panel(**table) for key, table in read_table("panels.toml").items()}
+    tables = read_table("panels.toml").items()
+    panels = {key: Panel(**table) for key, table in tables}
+    return {key: replace(panel, lines=tuple(Line(*row) for row in panel.lines)) for key, panel in panels.items()}  # type: ignore
 
 
 @cache
-def read_glossary() -> dict[str, str]:
-    """Return the meaning of each metric, by name; XX in a name stands for a number, NAME for a name of the user's."""
-    return read_table("glossary.toml")
-
-
 def read_table(name: str) -> dict[str, Any]:
-    """Return the content of a TOML file of this package."""
+    """Return the content of a TOML file of this package.
+
+    glossary.toml has the meaning of each metric; XX in a name stands for a number, NAME for a name of the user's.
+    """
     return tomllib.loads((files("megarl.ops.report") / name).read_text(encoding="utf-8"))
-
-
-def _make_panel(**values: Any) -> Panel:
-    panel = Panel(**values)
-    return replace(panel, lines=tuple(Line(*row) for row in panel.lines), metrics=tuple(panel.metrics))  # type: ignore

@@ -113,7 +113,7 @@ def test_a_server_on_the_gpu_of_the_trainer_or_beside_it(tmp_path: Path) -> None
     settings = config(model, **SGLANG, **own, launch__gpu_memory_gib=8.0)
     found = plan(settings)
     assert 'beside the trainer\'s, sync = "distributed"' in to_text(found, settings)
-    assert found.gpu.trainer < 4 << 30 < found.gpu.server < 8 << 30
+    assert found.trainer_gpu < 4 << 30 < found.server_gpu < 8 << 30
     with pytest.raises(ConfigError, match=r"a server's GPU needs 6\.\d GiB, expected at most 6"):
         plan(config(model, **SGLANG, **own, launch__gpu_memory_gib=6.0))
 
