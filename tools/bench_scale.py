@@ -34,7 +34,7 @@ from megarl.data.prompts import PromptOrder, load_prompts
 from megarl.routes import RoutingTrace
 from megarl.run.audit import Audit
 from megarl.run.metrics_log import MetricsLog
-from megarl.trainer.sampling.assignment import PromptAssignment, RankCoordinates, Refill
+from megarl.trainer.sampling.assignment import PromptAssignment, RankCoordinates
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, add_json, finish
@@ -67,7 +67,7 @@ def rewards_of(number: int) -> dict[tuple[int, int], float | None]:
 def assignment_of(number: int, ranks: int) -> PromptAssignment:
     at = RankCoordinates(1, ranks // 2, 1, 2)
     prompts = number // GROUP
-    return PromptAssignment(Uniform(GROUP), prompts // 2, 4, at, refill=Refill(prompts, 0))
+    return PromptAssignment(Uniform(GROUP), prompts // 2, 4, at, max_prompts=prompts)
 
 
 def selection(number: int, _: Path, ranks: int = RANKS) -> Run:

@@ -14,7 +14,7 @@ from megarl.config import Config
 from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
-from megarl.core.sampling.collector import FixedSamples, Selection
+from megarl.core.sampling.collector import Selection
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.engines.player import Asker, Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
