@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megarl.cli import main
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
-from megarl.verify.expert_sets import bits_of_experts, list_experts
+from megarl.verify import Cause, compare_routes
+from megarl.verify.expert_sets import ExpertSets, bits_of_experts, list_experts
 from megarl.verify.trace_files import compare_traces
 
 LAYERS, EXPERTS, TOP_K = (1, 3, 5), 64, 4
@@ -61,6 +62,88 @@ def test_the_cause_is_that_of_all_rows_or_of_some(name: str, first: int) -> None
     assert len(report.causes) == 3
     assert all(text in cause.text for cause in report.causes)
     assert (report.right[:, 0] >= first).all()
+
+
+def one_of(change: Callable[[list[np.ndarray]], list[np.ndarray]], right: list[np.ndarray]) -> Cause:
+    """The only kind of cause, that of the first wrong sequence."""
+    report = compare_traces(of(right), of(change(right)), LAYERS)
+    assert len({cause.kind for cause in report.causes}) == 1
+    return report.causes[0]
+
+
+@pytest.mark.parametrize("places", [1, 2, 63, 64, 65])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_shifts_of_up_to_64_rows_are_shifts_and_larger_ones_moved_rows(places: int, sign: int) -> None:
+    cause = one_of(lambda right: [np.roll(one, sign * places, 0) for one in right], traces((700, 600)))
+    if places > 64:
+        assert cause.kind == "run"
+        return
+    late = "late" if sign > 0 else "early"
+    assert f": rows stand {places} place{'s' if places > 1 else ''} too {late}" in cause.text
+    assert cause.explained == pytest.approx(1 - places / 700, abs=0.02)
+
+
+@pytest.mark.parametrize("width", [2, 3, 15, 30])
+def test_the_width_of_a_transposed_batch_is_told(width: int) -> None:
+    cause = one_of(
+        lambda right: [one.reshape(-1, width, 3, 4).swapaxes(0, 1).reshape(-1, 3, 4) for one in right], traces((60,))
+    )
+    assert (cause.kind, cause.explained) == ("transposed", 1.0)
+    assert re.search(r"\[(\d+), (\d+)\]", cause.text)[0] in (f"[{60 // width}, {width}]", f"[{width}, {60 // width}]")  # type: ignore[index]
+
+
+def test_rows_of_another_sequence_and_of_the_same_one_are_told_apart() -> None:
+    right = traces((90, 80))
+    other = one_of(lambda right: [np.concatenate([right[0][:20], right[1][3:23], right[0][40:]]), right[1]], right)
+    assert (other.kind, other.explained) == ("run", 1.0)
+    assert other.text.endswith("from row 20 on stand rows of other tokens, first row 3 of micro-batch 1")
+    same = one_of(lambda right: [right[0], np.concatenate([right[1][:70], right[1][1:5], right[1][74:]])], right)
+    assert same.text.endswith("from row 70 on stand rows of other tokens, first row 1 of this micro-batch")
+    three = compare_traces(
+        of(right), of([right[0], np.concatenate([right[1][:70], right[1][1:4], right[1][73:]])]), LAYERS
+    )
+    assert three.causes[0].kind == "other"  # too few rows have moved together
+
+
+@pytest.mark.parametrize("layers", [(1, 0, 2), (0, 2, 2), (2, 2, 2)])
+def test_columns_that_moved_are_named(layers: tuple[int, ...]) -> None:
+    cause = one_of(lambda right: [one[:, list(layers)] for one in right], traces())
+    moved = [f"column {to} has those of column {source}" for to, source in enumerate(layers) if to != source]
+    assert cause.text.endswith(f"routes of other layers: {', '.join(moved)}")
+
+
+def sets_of(maps: np.ndarray) -> ExpertSets:
+    bits = np.packbits(maps, axis=2, bitorder="little")
+    return ExpertSets(bits, np.arange(len(bits)), np.ones(bits.shape[:2], bool), len(bits))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("empty", lambda maps, _: np.zeros_like(maps)),
+        ("fewer", lambda maps, rng: maps & (rng.random(maps.shape) < 0.5)),
+        ("more", lambda maps, rng: maps | (rng.random(maps.shape) < 0.1)),
+    ],
+)
+def test_sets_of_other_sizes_are_told(
+    kind: str, change: Callable[[np.ndarray, np.random.Generator], np.ndarray]
+) -> None:
+    maps, rng = np.zeros((60, 3, EXPERTS), bool), np.random.default_rng(1)
+    np.put_along_axis(maps, traces((60,))[0], True, 2)
+    report = compare_routes([sets_of(change(maps, rng))], [sets_of(maps)], LAYERS)
+    assert [cause.kind for cause in report.causes] == [kind]
+
+
+@pytest.mark.parametrize("num_experts", [257, 300, 600])
+def test_numbers_cut_to_eight_bits_are_told(num_experts: int) -> None:
+    right = [np.random.default_rng(0).random((400, 2, num_experts)).argsort(2)[..., :3]]
+    right[0][:, :, 0] = num_experts - 1  # so that every row has one
+    right[0][:, :, 1:] %= 200
+    right[0][:, :, 2] = (right[0][:, :, 1] + 7) % 200
+    names = [RoutingTrace(one, num_experts) for one in right]
+    cut = [RoutingTrace.of_sets((one & 255).astype(np.uint16), num_experts, None, "cut") for one in right]
+    report = compare_traces(names, cut, (0, 1))
+    assert [cause.kind for cause in report.causes] == ["low_byte"]
 
 
 @given(st.integers(1, 63), st.integers(0, 2**32))
