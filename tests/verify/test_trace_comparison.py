@@ -85,11 +85,9 @@ def test_shifts_of_up_to_64_rows_are_shifts_and_larger_ones_moved_rows(places: i
 
 @pytest.mark.parametrize("width", [2, 3, 15, 30])
 def test_the_width_of_a_transposed_batch_is_told(width: int) -> None:
-    cause = one_of(
-        lambda right: [one.reshape(-1, width, 3, 4).swapaxes(0, 1).reshape(-1, 3, 4) for one in right], traces((60,))
-    )
+    cause = one_of(lambda right: [right[0].reshape(-1, width, 3, 4).swapaxes(0, 1).reshape(-1, 3, 4)], traces((60,)))
     assert (cause.kind, cause.explained) == ("transposed", 1.0)
-    assert re.search(r"\[(\d+), (\d+)\]", cause.text)[0] in (f"[{60 // width}, {width}]", f"[{width}, {60 // width}]")  # type: ignore[index]
+    assert f"[{60 // width}, {width}]" in cause.text or f"[{width}, {60 // width}]" in cause.text
 
 
 def test_rows_of_another_sequence_and_of_the_same_one_are_told_apart() -> None:
