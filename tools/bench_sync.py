@@ -33,7 +33,6 @@ from transformers import AutoConfig
 from megarl.config.file import parse
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.data.tiny import write_tiny_model
-from megarl.engines.buckets import BUCKET_BYTES
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.server import Server
@@ -42,10 +41,9 @@ from megarl.engines.sglang.transports.broadcast import Broadcast
 from megarl.engines.sglang.transports.folder import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
 from megarl.engines.sglang.transports.protocol import Tensors, Transport
-from megarl.engines.weights import WeightForm
+from megarl.engines.weights import BUCKET_BYTES, WeightForm
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.models.hf_files import bucket_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, finish
@@ -113,7 +111,7 @@ def _measure(
             found[name] += [cost] if version > 2 else []
     for fleet, _ in ways.values():
         fleet.close()
-    largest = bucket_bytes(num_bytes // 4, BUCKET_BYTES)
+    largest = min(BUCKET_BYTES, max(8 << 20, num_bytes // 16))
     for name, runs in found.items():
         best = size == "large" and name == "ipc" and not real
         columns = {

@@ -3,13 +3,13 @@
 player      draws the samples of a sampling rule; a sample is an episode, turns and answers of an environment, and its
             reward
 protocol    the protocol of every sampling engine; an episode sees its ``Session``
-weights     the tensors that an engine expects, and their form
-buckets     takes in a weight update: checks the tensors and converts them by shape, in flat pieces of memory
+weights     the tensors that an engine expects, and their form; takes in an update: checks the tensors and converts
+            them into buckets, flat pieces of memory
 
 local/      the engine on transformers, in the trainer's own process
 sglang/     the engine on SGLang servers
 tools/      environments, and the tools of a model
 
-``local``, ``sglang`` and ``tools`` do not import each other. The engines build on ``protocol``, ``weights`` and
-``buckets`` only.
+``local``, ``sglang`` and ``tools`` do not import each other. The engines build on ``protocol`` and ``weights``
+only.
 """

@@ -233,14 +233,6 @@ def split_by_size(items: Iterable[T], size_of: Callable[[T], int], max_size: int
         yield group
 
 
-def bucket_bytes(num_values: int, max_bytes: int) -> int:
-    """Return the bytes of a bucket of a weight update: a sixteenth of a small model in float32.
-
-    Sending then overlaps with all but a small fraction of the work.
-    """
-    return min(max_bytes, max(8 << 20, num_values // 4))
-
-
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     """Write tensors of any shape to a safetensors file. OSError for disk errors, which safetensors wraps."""
     try:

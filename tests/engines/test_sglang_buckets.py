@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tiny_families import write_family
 
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8, round_through_fp8
-from megarl.engines.buckets import Bucket, Intake, split_into_buckets
 from megarl.engines.sglang.transports.protocol import payload_of
-from megarl.engines.weights import WeightForm, checkpoint_shapes
+from megarl.engines.weights import Bucket, Intake, WeightForm, checkpoint_shapes, split_into_buckets
 from megarl.errors import WeightSyncError
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}

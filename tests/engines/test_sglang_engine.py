@@ -20,7 +20,6 @@ from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, orac
 
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
-from megarl.engines.buckets import Bucket
 from megarl.engines.local.decode import sampling_logprobs
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
@@ -29,7 +28,7 @@ from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.weights import WeightForm
+from megarl.engines.weights import Bucket, WeightForm
 from megarl.errors import MegarlError, RolloutError, WeightSyncError
 
 pytestmark = pytest.mark.sglang

@@ -28,8 +28,6 @@ from sglang_stand_in import MAGIC
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import SampleRequest
 from megarl.data.tiny import write_tiny_model
-from megarl.engines import buckets
-from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import sample_each
 from megarl.engines.sglang import client as sglang_client
 from megarl.engines.sglang import fleet as sglang_fleet
@@ -45,7 +43,7 @@ from megarl.engines.sglang.transports.broadcast import Broadcast
 from megarl.engines.sglang.transports.folder import Disk
 from megarl.engines.sglang.transports.ipc import SharedMemory
 from megarl.engines.sglang.transports.protocol import Tensors, payload_of
-from megarl.engines.weights import WeightForm, checkpoint_shapes
+from megarl.engines.weights import Bucket, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
@@ -179,7 +177,7 @@ def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     monkeypatch.setattr(sglang_server, "command", command)
     monkeypatch.setattr(sglang_fleet, "checkpoint_shapes", shapes_of)  # read once
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 14)  # several buckets
+    monkeypatch.setattr("megarl.engines.weights.BUCKET_BYTES", 1 << 14)  # several buckets
     monkeypatch.setattr(sglang_sync, "CONTROL_S", WAIT_S)
     made = World(model, tmp_path)
     yield made

@@ -20,15 +20,13 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
 from megarl.data.tiny import write_tiny_model
-from megarl.engines import buckets
-from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import write_empty_model
-from megarl.engines.weights import WeightForm
+from megarl.engines.weights import Bucket, WeightForm
 
 PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
 PARAMS = SamplingParams(max_response_tokens=8)
@@ -68,7 +66,7 @@ def rounded(weights: Weights) -> Weights:
 def test_a_server_computes_with_the_blocks_that_were_sent(
     way: str, server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 18)  # several, with FP8 and float32 in most
+    monkeypatch.setattr("megarl.engines.weights.BUCKET_BYTES", 1 << 18)  # several, with FP8 and float32 in most
     fleet = Fleet(
         urls=[server.url],
         source=model,

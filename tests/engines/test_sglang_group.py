@@ -17,7 +17,6 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of
 
 from megarl.config.tables.rollout import SGLangConfig
-from megarl.engines.buckets import Bucket
 from megarl.engines.protocol import SamplingParams
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
@@ -27,7 +26,7 @@ from megarl.engines.sglang.transports import sender as sglang_sync
 from megarl.engines.sglang.transports.broadcast import Broadcast, BroadcastGroup, broadcast
 from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import WeightSender
-from megarl.engines.weights import WeightForm
+from megarl.engines.weights import Bucket, WeightForm
 from megarl.errors import WeightSyncError
 
 PARAMS = SamplingParams(max_response_tokens=8)

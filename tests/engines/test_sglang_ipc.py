@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.engines.buckets import Bucket, split_into_buckets
 from megarl.engines.sglang.transports import ipc
 from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared, make_handle
 from megarl.engines.sglang.transports.protocol import Buckets, Rebuilt, payload_of
+from megarl.engines.weights import Bucket, split_into_buckets
 from megarl.errors import MegarlError, WeightSyncError
 
 TENSORS = [(f"t{number}", torch.full((4,), float(number))) for number in range(6)]

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.data.tiny import write_tiny_model
-from megarl.engines.buckets import Bucket, split_into_buckets
 from megarl.engines.sglang import member as sglang_member
 from megarl.engines.sglang import server as sglang_server
 from megarl.engines.sglang.engine import SGLangEngine
@@ -27,7 +26,7 @@ from megarl.engines.sglang.member import Member
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder, write_empty_model
-from megarl.engines.weights import checkpoint_shapes
+from megarl.engines.weights import Bucket, checkpoint_shapes, split_into_buckets
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}

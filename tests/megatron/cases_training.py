@@ -28,9 +28,9 @@ from tiny_world import (
 
 from megarl.config import Config
 from megarl.core.types import TrainBatch
-from megarl.engines.buckets import split_into_buckets
 from megarl.engines.sglang.transports.ipc import SharedMemory, empty_shared
 from megarl.engines.sglang.transports.protocol import Rebuilt
+from megarl.engines.weights import split_into_buckets
 from megarl.megatron import distributed, hf_weights
 from megarl.megatron.passes.forward import MicroOutput, run
 from megarl.megatron.passes.micro_batches import MicroBatch

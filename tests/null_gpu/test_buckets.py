@@ -6,8 +6,7 @@ import pytest
 import torch
 from null_gpu.counting import Counts, host_waits
 
-from megarl.engines.buckets import Bucket, Intake
-from megarl.engines.weights import WeightForm
+from megarl.engines.weights import Bucket, Intake, WeightForm
 from megarl.errors import WeightSyncError
 
 pytestmark = pytest.mark.gate

@@ -15,9 +15,9 @@ import torch
 import torch.multiprocessing as mp
 from torch.multiprocessing import reductions
 
-from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.transports.ipc import empty_shared, make_handle, withdraw
 from megarl.engines.sglang.transports.protocol import Rebuilt, payload_of
+from megarl.engines.weights import Bucket
 
 WEIGHTS = [("a", torch.arange(1000, dtype=torch.float32)), ("b", torch.arange(50).bfloat16())]
 EXPANDABLE = "expandable_segments:True"

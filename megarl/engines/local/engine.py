@@ -22,7 +22,6 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
 from megarl.core.types import Rollout, SampleRequest
-from megarl.engines.buckets import Intake
 from megarl.engines.local.decode import RouteRecorder, decode
 from megarl.engines.protocol import (
     Begin,
@@ -34,7 +33,7 @@ from megarl.engines.protocol import (
     limit_response,
     run_session,
 )
-from megarl.engines.weights import WeightForm, checkpoint_views
+from megarl.engines.weights import Intake, WeightForm, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.models.names import is_fp32
 

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.sglang.member import FleetState, Member, Update, find_changes
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, in_thread
-from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
+from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, MegarlError, WeightSyncError
 
 YIELD_S = 5.0

@@ -19,12 +19,12 @@ from typing import Literal
 import httpx
 
 from megarl.config.tables.rollout import SGLangConfig
-from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.http import server_info
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, WeightSender, deadline, in_thread
 from megarl.engines.sglang.versions import check_server
+from megarl.engines.weights import Bucket
 from megarl.errors import RolloutError, WeightSyncError
 
 FRESH = "default"

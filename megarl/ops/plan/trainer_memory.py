@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megarl.config import Config, Layout
-from megarl.engines.buckets import BUCKET_BYTES
+from megarl.engines.weights import BUCKET_BYTES
 from megarl.errors import ConfigError
 from megarl.megatron.passes.logprobs import fused_shape
 from megarl.models.fit import wants_routes

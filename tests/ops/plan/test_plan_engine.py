@@ -10,8 +10,7 @@ import torch
 from plan_worlds import MODELS, config, write_config
 from tiny_families import FAMILIES, write_family
 
-from megarl.engines.buckets import split_into_buckets
-from megarl.engines.weights import WeightForm
+from megarl.engines.weights import WeightForm, split_into_buckets
 from megarl.models.names import hf_shapes, rules_of
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.ops.plan.engine_memory import cache_bytes_per_token, engine_memory, weight_bytes

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.config.addresses import url_host
-from megarl.engines.buckets import Bucket
 from megarl.engines.sglang.transports.protocol import Delivery, Transport
 from megarl.engines.sglang.transports.sender import JOIN_S, HangError, WeightSender, deadline, in_thread
+from megarl.engines.weights import Bucket
 from megarl.errors import WeightSyncError
 
 

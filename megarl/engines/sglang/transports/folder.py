@@ -9,9 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megarl.core.fp8 import fp8_config
-from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
-from megarl.engines.weights import Named
+from megarl.engines.weights import Bucket, Intake, Named
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.files.outputs import HF_FILES, begin, marked, remove_own, replace_folder
 from megarl.models.hf_files import copy_model_files, save_tensors, write_index

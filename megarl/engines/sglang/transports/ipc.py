@@ -22,7 +22,6 @@ from torch._utils import _rebuild_tensor_v2
 from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
-from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.sglang.transports.protocol import (
     Buckets,
     Delivery,
@@ -33,7 +32,7 @@ from megarl.engines.sglang.transports.protocol import (
     post_payloads,
 )
 from megarl.engines.sglang.transports.sender import CPU, WeightSender
-from megarl.engines.weights import Named, WeightForm, checkpoint_shapes
+from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
 from megarl.errors import MegarlError, WeightSyncError
 
 SHARED_MEMORY = Path("/dev/shm")

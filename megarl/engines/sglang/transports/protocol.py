@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megarl.engines.buckets import Bucket, Intake
 from megarl.engines.sglang.transports.sender import WeightSender, deadline
-from megarl.engines.weights import Named
+from megarl.engines.weights import Bucket, Intake, Named
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.fleet import Fleet
