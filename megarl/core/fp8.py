@@ -20,8 +20,6 @@ SCALE = "_scale_inv"
 _SMALLEST = 1e-12
 """The maximum of a block of zeros: a scale of 0 would give NaN."""
 
-_EXPONENT_BITS = 0x7F800000
-
 _LINEAR = re.compile(r"\.(?!eh_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
 """Projections of attention, MLPs and experts. The ``eh_proj`` of a prediction layer is a plain linear layer in
 engines."""
@@ -86,20 +84,13 @@ def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> t
 
     Normally distributed weights come out with a relative error (Frobenius norm) of about 0.026.
     """
-    return round_with_scale(weight, block)[0].to(weight.dtype)
+    return round_to_fp32(weight, block).to(weight.dtype)
 
 
-def round_with_scale(
-    weight: torch.Tensor, block: tuple[int, int] = BLOCK, smallest: float = _SMALLEST, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``round_through_fp8``, but float32, or in ``out`` (it may be ``weight``); and scales, finite as weights are.
-    weight: [..., out, in].
-    """
+def round_to_fp32(weight: torch.Tensor, block: tuple[int, int] = BLOCK, smallest: float = _SMALLEST) -> torch.Tensor:
+    """``round_through_fp8``, but float32: [..., out, in]."""
     blocks, scale = _scale_blocks(weight, block, smallest)
-    unpadded = blocks.numel(), torch.float32
-    into = as_blocks(out, block) if out is not None and (out.numel(), out.dtype) == unpadded else None  # a view
-    rounded = _as_matrix(_round(blocks, _spread(scale), into), weight.shape)
-    return rounded if out is None or into is not None else out.copy_(rounded), scale
+    return _as_matrix(_round(blocks, _spread(scale)), weight.shape)
 
 
 def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch.Tensor:
@@ -113,7 +104,7 @@ def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch
     if not activations.numel():
         return activations.float()
     tokens = activations.reshape(-1, activations.shape[-1])
-    return round_with_scale(tokens, (1, group), smallest=1e-10)[0].reshape(activations.shape)
+    return round_to_fp32(tokens, (1, group), smallest=1e-10).reshape(activations.shape)
 
 
 def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -137,18 +128,9 @@ def _scale_blocks(
     return blocks, largest.clamp_(min=smallest).div_(E4M3_MAX)
 
 
-def _round(values: torch.Tensor, scale: torch.Tensor | float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``(values / scale).to(float8_e4m3fn).float() * scale`` of float32 quotients below 464, and faster on a CPU.
-
-    A code of [2^e, 2^(e+1)) is a multiple of 2^(e-3). Below 2^-6 the steps of e4m3 stay 2^-9. A power of two more or
-    less in a quotient or a product does not change how it is rounded.
-    """
-    codes = values / scale
-    if values.is_cuda:
-        return torch.mul(codes.to(torch.float8_e4m3fn).float(), scale, out=out)
-    codes.view(torch.int32).bitwise_and_(_EXPONENT_BITS)
-    steps = codes.clamp_(min=2.0**-6).mul_(scale / 8)
-    return torch.div(values, steps, out=out).round_().mul_(steps)
+def _round(values: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """float32, of quotients below 464, which e4m3 rounds to 448."""
+    return (values / scale).to(torch.float8_e4m3fn).float().mul_(scale)
 
 
 def as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -73,14 +73,9 @@ class Stat:
     @classmethod
     def max(cls, values: Values, mask: Values | None = None) -> Stat:
         """Largest value over the mask."""
-        flat = torch.as_tensor(values).flatten()
+        flat = (values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))).flatten()
         largest = _inside(flat, None if mask is None else torch.as_tensor(mask).flatten()).amax().double()
         return cls("max", _vector(device=largest.device), largest.reshape(1))
-
-    @classmethod
-    def maxima_of(cls, numbers: Mapping[str, float]) -> dict[str, Stat]:
-        """The ``max`` of single numbers of the host."""
-        return {name: cls("max", _vector(), _vector(number)) for name, number in numbers.items()}
 
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:

@@ -6,9 +6,8 @@ without Megatron, torch or pydantic.
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def _names(value: Any) -> list[str]:
@@ -37,20 +36,13 @@ def _captures_router(settings: Mapping[str, Any]) -> bool:
     return kind != "none" and not is_part_only
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayBlocker:
+class ReplayBlocker(NamedTuple):
     """A Megatron setting under which the experts in use are not those that the replay hook returned."""
 
     setting: str
     """Field of TransformerConfig."""
     reason: str
     """What Megatron does then; completes "replay cannot hold, because"."""
-    test: Callable[[Mapping[str, Any]], bool] | None = None
-    """See ``hit``; default whether the setting is true."""
-
-    def hit(self, settings: Mapping[str, Any]) -> bool:
-        """Whether these settings (field -> value, absent means Megatron's default) bypass the hook."""
-        return bool(self.test(settings) if self.test else settings.get(self.setting))
 
 
 _TESTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
@@ -64,10 +56,11 @@ _TESTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 """Of the settings that bypass the hook with some values only."""
 _REASONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 assert _TESTS.keys() <= _REASONS.keys(), "replay_blockers.toml has no entry for a setting of _TESTS"
-REPLAY_BLOCKERS = tuple(ReplayBlocker(setting, why, _TESTS.get(setting)) for setting, why in _REASONS.items())
+REPLAY_BLOCKERS = tuple(ReplayBlocker(*entry) for entry in _REASONS.items())
 """Every such setting of megatron-core 0.12 to 0.19."""
 
 
 def replay_blockers(settings: Mapping[str, Any]) -> list[ReplayBlocker]:
-    """The entries of REPLAY_BLOCKERS that these settings hit; ``vars(transformer_config)`` serves as settings too."""
-    return [blocker for blocker in REPLAY_BLOCKERS if blocker.hit(settings)]
+    """The entries of REPLAY_BLOCKERS that bypass the hook with these settings (field -> value, absent means Megatron's
+    default); ``vars(transformer_config)`` serves as settings too."""
+    return [b for b in REPLAY_BLOCKERS if _TESTS.get(b.setting, lambda s, name=b.setting: s.get(name))(settings)]

@@ -84,8 +84,7 @@ class Rollout:
     @property
     def prompt_length(self) -> int:
         """Tokens before the first generated one; all of them if nothing was generated."""
-        mask = self.loss_mask.astype(bool, copy=False)
-        first = mask.tobytes().find(1)  # for short sequences in a third of argmax's time
+        first = self.loss_mask.astype(bool, copy=False).tobytes().find(1)  # in a third of argmax's time
         return len(self.tokens) if first < 0 else first
 
     @property

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
+from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
 from megarl.errors import ConfigError, WeightSyncError, describe
 from megarl.files.hf_config import FAMILIES
 from megarl.models.hf_files import split_by_size
@@ -61,7 +61,7 @@ class WeightForm:
             place.copy_(quantized)
             scales.copy_(scale)
         elif self.fp8 == "rounded" and is_fp8_weight(name):
-            round_with_scale(tensor, out=place)
+            place.copy_(round_to_fp32(tensor))
         else:
             place.copy_(tensor)
 

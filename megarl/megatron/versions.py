@@ -35,8 +35,8 @@ def require_release() -> None:
 _MEGATRON = Path(megatron.core.__file__).parent
 _MEGARL = Path(megarl.__file__).parent
 _DISTRIBUTED = Path(torch.distributed.__file__).parent
-_SPOKEN = (AssertionError, ValueError, NotImplementedError, ImportError)
-_DELIBERATE = (*_SPOKEN, TypeError)  # what Megatron raises on purpose
+_DELIBERATE = (AssertionError, ValueError, NotImplementedError, ImportError, TypeError)
+"""What Megatron raises on purpose."""
 
 
 @contextmanager
@@ -59,11 +59,8 @@ def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
         if is_other or not (settings or isinstance(error, _DELIBERATE)):
             raise
         table = f"; [megatron] sets {', '.join(settings)}" if settings else ""
-        location = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
-        message = f"{error} ({location})"
-        if not (str(error) and isinstance(error, _SPOKEN)):  # without meaning for a user: add the line of code
-            message = f"{': '.join(filter(None, (type(error).__name__, str(error))))} ({location}: {place.line})"
-        raise ConfigError(f"Megatron cannot {doing}: {message}{table}") from error
+        location = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}: {place.line}"
+        raise ConfigError(f"Megatron cannot {doing}: {type(error).__name__}: {error} ({location}){table}") from error
 
 
 def _within(frame: traceback.FrameSummary, *folders: Path) -> bool:

@@ -155,7 +155,7 @@ class Drops:
         }  # fmt: skip
         if self._has_routes:
             numbers |= {"foreign_runs": self.over[:, 2].sum(), "native_flip_max": flip}
-        return Stat.maxima_of({f"tripwires/{key}": float(x) for key, x in numbers.items() if math.isfinite(x)})
+        return {f"tripwires/{key}": Stat.max(float(x)) for key, x in numbers.items() if math.isfinite(x)}
 
     def describe(self) -> str:
         """Return the step's figures beside their limits, the number of dropped sequences, and a run of foreign rows."""

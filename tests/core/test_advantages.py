@@ -197,7 +197,7 @@ def of_kl(at: int, value: float) -> dict[str, Any]:
             r"groups \[0, 1\] train, expected all of them in the pool, \[0, 2\]",
         ),
         (lambda: normalize_by_pool([1.0], [6], *POOL), r"\[6\] train, expected all of them in the pool, \[5\]"),
-        (lambda: normalize_by_pool([1.0, -1.0], [0, 1], [1.0, -1.0], [0, 1], scale="rate"), "needs pass rates"),
+        (lambda: normalize_by_pool([1.0, -1.0], [0, 1], [1.0, -1.0], [0, 1], scale="rate"), "credit.scale: found"),
         (lambda: token_level_returns([1.0, 0.0], **packed(KL)), "2 rewards for 3 sequences"),
         (lambda: token_level_returns(REWARDS, **packed(KL), horizon=0), "horizon 0"),
         (

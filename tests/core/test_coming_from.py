@@ -18,7 +18,7 @@ from core_batches import columns_of_probabilities
 from differences import Batch, Case, Rows, batch_of, compare, ppo, token, total
 from test_finite_differences import dual, gmpo, gspo, sapo
 
-from megarl.core.choices.records import override
+from megarl.core.choices.records import make
 from megarl.core.objectives import OBJECTIVES, Objective, coefficients
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text().split("## As run")[0]
@@ -33,7 +33,7 @@ def of_page(key: str) -> Objective:
     """The objective that a line of the page names."""
     row, overrides = LINES[key]
     changes = tomllib.loads("\n".join(re.findall(r"`([^`]+)`", overrides)))
-    return override(OBJECTIVES[row], changes, lambda part, name: None)
+    return make(Objective, changes, OBJECTIVES[row], lambda part, name: None)
 
 
 def ratio(term: Callable[..., np.ndarray], kind: str = "token-mean", constant: float = 1.0) -> Case:

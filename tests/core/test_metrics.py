@@ -104,7 +104,7 @@ def test_names_may_be_absent_from_some_parts():
 
 
 def test_numbers_of_the_host_are_not_rounded():
-    assert finalize({**Stat.maxima_of({"a": 0.1}), "b": Stat.total(0.3)}) == {"a": 0.1, "b": 0.3}
+    assert finalize({"a": Stat.max(0.1), "b": Stat.total(0.3)}) == {"a": 0.1, "b": 0.3}
 
 
 def test_on_the_host_nothing_moves():
@@ -155,13 +155,13 @@ def test_means_of_columns_are_the_means_over_their_mask() -> None:
 
 def test_numbers_of_the_host_make_statistics() -> None:
     means = Stat.means_of({"share": (3.0, 4.0), "nothing": (0.0, 0.0)})
-    maxima = Stat.maxima_of({"low": -1.0, "high": 2.5})
+    maxima = {"low": Stat.max(-1.0), "high": Stat.max(2.5)}
     assert finalize(means | maxima) == {"share": 0.75, "low": -1.0, "high": 2.5}
-    assert finalize(merge([means, means, maxima, Stat.maxima_of({"low": 1.0})])) == {
+    assert finalize(merge([means, means, maxima, {"low": Stat.max(1.0)}])) == {
         "share": 0.75,
         "low": 1.0,
         "high": 2.5,
     }
     totals = {"count": Stat.total(3), "sum": Stat.total(-0.5)}
     assert finalize(merge([totals, totals])) == {"count": 6.0, "sum": -1.0}
-    assert Stat.means_of({}) == Stat.maxima_of({}) == {}
+    assert Stat.means_of({}) == {}

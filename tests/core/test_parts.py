@@ -10,7 +10,7 @@ import pytest
 from core_batches import variant
 
 from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
-from megarl.core.choices.records import describe_options, options_of, override
+from megarl.core.choices.records import describe_options, make, options_of
 from megarl.errors import ConfigError
 
 NORMED = {"aggregation": "seq-mean-token-sum-norm"}
@@ -92,14 +92,14 @@ def test_what_a_row_says_of_itself() -> None:
         (lambda: Mask("theta_old", high=1.5, growth=0.5), "bounds grow with 'log_ratio' only"),
         (lambda: Mask("theta_old", scope="sequence_max", high=1.5), "for divergences"),
         (lambda: Mask("theta_old", "topk_tv", high=0.1), "compares theta with mu"),
-        (lambda: Gate("drpo", 0.0, 1.0), "expected above 0"),
+        (lambda: Gate("drpo", 0.0, 1.0), "expected at least 1e-06"),
         (lambda: Gate("drpo", 1.0, 9e-7), "at least 1e-06"),
         (lambda: Gate("ce_gppo", 1e30, 1.0), "positive is 1e\\+30, expected a finite number"),
-        (lambda: Gate("sapo", 1.0, 0.0), "expected above 0"),
+        (lambda: Gate("sapo", 1.0, 0.0), "expected at least 1e-06"),
         (lambda: Gate("ce_gppo", 1.0, 0.5, 1.0), "eps between 0 and 1"),
         (lambda: Gate("ce_gppo", 1.0, 0.5, 0.0), "eps between 0 and 1"),
-        (lambda: Gate("ce_gppo", -0.5, 0.5), "expected 0 or more"),
-        (lambda: Gate("ce_gppo", 0.5, -0.5), "expected 0 or more"),
+        (lambda: Gate("ce_gppo", -0.5, 0.5), "expected at least 0,"),
+        (lambda: Gate("ce_gppo", 0.5, -0.5), "expected at least 0,"),
         (lambda: Penalty("k3", coef=-0.1), "coef -0.1"),
         (lambda: Penalty("k3", max=0.0), "max 0.0"),
         (lambda: variant("minirl", factors=(Factor("theta_old"), Factor("theta_mu"))), "twice"),
@@ -141,7 +141,7 @@ def load(part: str, name: str) -> Any:
 
 
 def changed(changes: dict[str, Any]) -> Objective:
-    return override(ROW, changes, load)
+    return make(Objective, changes, ROW, load)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_what_a_file_may_say(changes: dict[str, Any], part: str, expected: Any) 
 
 
 def test_a_record_in_a_record_keeps_its_other_fields() -> None:
-    gated = override(ROW, {"gate": {"kind": "ce_gppo", "positive": 1, "negative": 2, "eps": 0.5}}, load)
-    assert override(gated, {"gate": {"positive": 3}}, load).gate == Gate("ce_gppo", 3, 2, 0.5)
+    gated = make(Objective, {"gate": {"kind": "ce_gppo", "positive": 1, "negative": 2, "eps": 0.5}}, ROW, load)
+    assert make(Objective, {"gate": {"positive": 3}}, gated, load).gate == Gate("ce_gppo", 3, 2, 0.5)
 
 
 @pytest.mark.parametrize(

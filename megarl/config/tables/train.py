@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Beta, Count, NonNegative, Row, Table
 from megarl.core.choices.parts import OWN_PARTS, Objective
-from megarl.core.choices.records import override
+from megarl.core.choices.records import make
 from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
@@ -75,7 +75,7 @@ class TrainConfig(Table):
         """The objective with its parts replaced; for a function, the parts around the function. ConfigError for parts
         that contradict each other."""
         whole = self._named if self.objective_function is None else _AROUND_A_FUNCTION
-        return override(whole, self.objective_overrides, _load_part)
+        return make(Objective, self.objective_overrides, whole, _load_part)
 
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:

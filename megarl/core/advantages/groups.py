@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE
-from megarl.errors import NumericsError
+from megarl.errors import ConfigError, NumericsError
 
 Values = Tensor | np.ndarray | Sequence[float]
 
@@ -113,7 +113,8 @@ def normalize_by_pool(
     s by ``scale``: 1 | ``max(std_pool, floor)`` | ``mean_pool + rate_eps`` | ``sqrt(mean_pool + rate_eps)``, these two
     for rewards of 0 and 1; 0 / 0 is 0. rewards: [N], groups: integer [N], of the responses that train; pool_rewards,
     pool_groups: [P], all responses of the prompts, trained or not; result: [N]. A pool of one or of equal rewards gives
-    exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a reward is not finite.
+    exactly 0. Raises ValueError if a group has no pool, NumericsError if a reward is not finite, ConfigError if one is
+    negative and divided by rates.
     Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
     """
     rewards, _ = prepare(rewards, groups)
@@ -131,8 +132,11 @@ def normalize_by_pool(
     elif scale == "std":
         squares = torch.zeros_like(mean).index_add(0, inverse, center(pool, inverse).square())
         divisor = (squares / (counts - ddof).clamp(min=1)).sqrt().clamp(min=floor)
-    elif bool((mean < 0).any()):
-        raise ValueError(f"scale {scale!r} needs pass rates, but the mean of a pool is {float(mean.min())}")
+    elif bool((pool < 0).any()):
+        raise ConfigError(
+            f'credit.scale: found "{scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
+            f'{float(pool.min()):g}; set credit.scale = "none" or "std", or change the reward'
+        )
     else:
         divisor = mean + rate_eps if scale == "rate" else (mean + rate_eps).sqrt()
     flat = uniform | (divisor == 0)

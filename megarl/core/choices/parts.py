@@ -151,14 +151,11 @@ class Gate:
 
     def __post_init__(self) -> None:
         check_types(self, "gate")
-        if min(self.positive, self.negative) < LEAST_GATE and self.kind != "ce_gppo":
+        least = 0.0 if self.kind == "ce_gppo" else LEAST_GATE
+        if min(self.positive, self.negative) < least or not 0 < self.eps < 1:
             raise ConfigError(
-                f"gate: positive {self.positive}, negative {self.negative}; expected above 0, at least {LEAST_GATE:g}"
-            )
-        if self.positive < 0 or self.negative < 0 or not 0 < self.eps < 1:
-            raise ConfigError(
-                f"gate: positive {self.positive}, negative {self.negative}, eps {self.eps}; expected 0 or more, and "
-                "eps between 0 and 1"
+                f"gate: positive {self.positive}, negative {self.negative}, eps {self.eps}; expected at least "
+                f"{least:g}, and eps between 0 and 1"
             )
 
 

@@ -48,8 +48,11 @@ def describe_options(options: tuple[Any, ...]) -> str:
     )
 
 
-def override(record: Any, changes: Mapping[str, Any], load: Load, prefix: str = "") -> Any:
-    """Return the record with fields replaced, in the notation of ``[train.objective_overrides]``.
+def make(
+    kind: Any, changes: Mapping[str, Any], old: Any = None, load: Load = lambda _, path: path, prefix: str = ""
+) -> Any:
+    """Return a record of type ``kind`` with fields in the notation of ``[train.objective_overrides]``; other fields are
+    from ``old``, or defaults.
 
     - A value replaces a field; "off" means None.
     - Field of type record: a table replaces fields of the record.
@@ -57,17 +60,7 @@ def override(record: Any, changes: Mapping[str, Any], load: Load, prefix: str = 
       changes single records, or adds a record after the last.
     - Text with a colon: a function of the user, loaded by ``load``.
 
-    ConfigError, with the key below ``prefix``, for an unknown key or a value that does not fit.
-    """
-    return make(type(record), changes, record, load, prefix)
-
-
-def make(
-    kind: Any, changes: Mapping[str, Any], old: Any = None, load: Load = lambda _, path: path, prefix: str = ""
-) -> Any:
-    """Return a record of type ``kind`` with ``changes`` as in ``override``; other fields are from ``old``, or defaults.
-
-    ConfigError as in ``override``, and for a missing field.
+    ConfigError, with the key below ``prefix``, for an unknown key, a value that does not fit, or a missing field.
     """
     options, values = options_of(kind), {}
     for key, value in changes.items():

@@ -70,8 +70,7 @@ class Pool:
 
     def has_contrast(self) -> bool:
         """Whether not all rewards are equal."""
-        arrived = [reward for reward in self.rewards.values() if reward is not None]
-        return bool(arrived) and min(arrived) < max(arrived)
+        return len({*self.rewards.values()} - {None}) > 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -165,8 +165,6 @@ def router_tokens(cu_seqlens: Tensor, num_slots: int, tp: tuple[int, int], cp: t
 
     ``cu_seqlens`` [N+1] of the micro-batch without padding; ``tp`` and ``cp`` are (size, rank).
     """
-    if tp[0] * cp[0] == 1 and num_slots == int(cu_seqlens[-1]):  # nothing is split or padded
-        return torch.arange(num_slots, device=cu_seqlens.device)
     return held_tokens(cu_seqlens, _lay_out(cu_seqlens, num_slots, cp[0])[0], tp, cp)
 
 

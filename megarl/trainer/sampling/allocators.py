@@ -50,13 +50,9 @@ class AdaEst:
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
         """Update the estimates from samples with a reward and positive samples, int64 [B] by prompt. Return metrics."""
-        metrics = {"estimate/rate_mean": Stat.mean(self._last_rates)}
-        drawn = samples > 0
-        if self._last_rates.shape == drawn.shape:
-            gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
-            metrics["estimate/error"] = Stat.mean(gaps, drawn)
+        gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
         self._estimator.update([prompt.index for prompt in prompts], samples, positives)
-        return metrics
+        return {"estimate/rate_mean": Stat.mean(self._last_rates), "estimate/error": Stat.mean(gaps, samples > 0)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; plain, and equal on all ranks."""

@@ -259,7 +259,8 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
             Hermes(**template) if config.format == "hermes" else Block(config.call_open, config.call_close, **template)
         )
         return ToolEnvironment([_tool(name, config) for name in config.tools], form)
-    environment = _make("environment.function", config.function, config.options, "tools")
+    factory = load_plug("environment.function", config.function, "tools")
+    environment = call_own("environment.function", factory, **config.options)
     if not callable(getattr(environment, "begin", None)):
         raise ConfigError(
             f"environment.function {config.function!r} made a {type(environment).__name__} without "
@@ -314,12 +315,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             output_bytes=config.python_output_kb << 10,
         )
         return PythonTool(limits)
-    tool: Tool = _make("environment.tools", name, {}, "calculator, python")
+    tool: Tool = call_own("environment.tools", load_plug("environment.tools", name, "calculator, python"))
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
     return tool
-
-
-def _make(key: str, path: str, options: Mapping[str, Any], built_in: str) -> Any:
-    """Return what "package.module:factory" makes."""
-    return call_own(key, load_plug(key, path, built_in), **options)

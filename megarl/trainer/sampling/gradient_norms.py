@@ -42,20 +42,17 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: Bl
     gradients are zero afterwards. Raises NumericsError naming a rollout with a norm
     that is not finite, and the errors of ``prepare``.
     """
-    policy, parallel = train_step.policy, train_step.config.parallel
+    policy, multiple = train_step.policy, train_step.config.parallel.micro_batch_multiple
     parameters = find_block(policy, block)
     number = largest(len(rollouts), parallel_state.get_data_parallel_group())
     squares = torch.zeros(number, dtype=torch.float64, device=torch.cuda.current_device())
     # Dummies, two tokens without loss, make as many passes on all copies, and enough micro-batches.
-    experts = np.broadcast_to(
-        np.arange(policy.shape.topk, dtype=np.uint8), (2, len(policy.shape.moe_layers), policy.shape.topk)
-    )
+    of_token = np.arange(policy.shape.topk, dtype=np.uint8)
+    experts = np.broadcast_to(of_token, (2, len(policy.shape.moe_layers), len(of_token)))
     dummy = replace(make_rollout(np.zeros(2)), routed_experts=experts, routed_mask=np.ones(2, bool))
     with measuring(policy, parameters):
         for index in range(number):
-            batch = [*rollouts[index : index + 1], *[dummy] * parallel.micro_batch_multiple][
-                : parallel.micro_batch_multiple
-            ]
+            batch = [*rollouts[index : index + 1], *[dummy] * multiple][:multiple]
             if train_step.config.train.replay != "r3":  # no comparison with the routes is made
                 batch = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in batch]
             for parameter in parameters:

@@ -14,17 +14,16 @@ from typing import Any, Self
 import numpy as np
 
 from megarl.config import Config
-from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, advantages_of, select_responses, step_advantages
-from megarl.core.sampling.collector import PoolRows, Selection, find_rows
+from megarl.core.sampling.collector import Selection, find_rows
 from megarl.core.sampling.credit_assignment import assign, weigh
 from megarl.core.types import Rollout
 from megarl.engines.player import Failure, Sample
 from megarl.engines.protocol import Engine
-from megarl.errors import ConfigError, RewardError, RolloutError
+from megarl.errors import RewardError, RolloutError
 from megarl.megatron import distributed
 from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling.assignment import Assignment, Key
@@ -262,7 +261,6 @@ def response_advantages(
         facts["components"] = selected.rows[:, len(_COLUMNS) :], list(weights.values())
     trains = select_responses(objective, rewards, groups, threshold, **facts).numpy()
     if config.sampling.uses_credit:
-        _require_rates(config.credit_record, selection)
         values, factors = assign(config.credit_record, selection, trains)
         return values * factors, trains
     if objective.advantage in TOKEN_ADVANTAGES:
@@ -304,14 +302,3 @@ def process_advantages(
     return [
         [values[row] if row < len(values) else np.zeros(rollout.num_tokens) for rollout, row in mini] for mini in minis
     ]
-
-
-def _require_rates(credit: Credit, selection: Selection) -> None:
-    """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
-    if credit.scale not in ("rate", "root_rate"):
-        return
-    if (lowest := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
-        raise ConfigError(
-            f'credit.scale: found "{credit.scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
-            f'{lowest:g}; set credit.scale = "none" or "std", or change the reward'
-        )
