@@ -26,7 +26,7 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.data.tiny import EOS_ID
 from megarl.engines.player import Draw
-from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError
+from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError, WeightSyncError
 from megarl.trainer.sampling.evaluation import stop_tokens
 from megarl.trainer.sampling.requests import EVALUATE, TRAIN, make_requests, sampling_seed
 from megarl.trainer.sampling.sampler import Sampler
@@ -251,7 +251,7 @@ def test_an_error_in_the_background_is_raised_by_the_step(world: World) -> None:
         made.engine.close()
         made.begin_step(0)
         made.settle()
-        with pytest.raises(RolloutError, match="closed"):
+        with pytest.raises(WeightSyncError, match="closed"):
             made.sample_step(0)
 
 
