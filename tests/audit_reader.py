@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megarl.errors import DataError
-from megarl.run.audit import Key
+from megarl.run.samples import Key
 
 
 def read_used(path: Path) -> dict[int, list[Key]]:

@@ -18,6 +18,7 @@ from megarl.config import Config
 from megarl.config.file import parse
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
+from megarl.run.metrics_log import Record, read_metrics
 
 SMALLEST: Mapping[str, Mapping[str, Any]] = {
     "run": {"steps": 3},
@@ -93,3 +94,9 @@ def here(trainable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     folder = shutil.copytree(trainable, tmp_path / "here")
     monkeypatch.chdir(folder)
     return folder
+
+
+def records_of(folder: Path) -> list[Record]:
+    """Return the records of a run without clock-dependent values: equal for two equal computations."""
+    records, timing = read_metrics(folder / "metrics.jsonl"), ("wall_s", "time/", "speed/")
+    return [{name: x for name, x in record.items() if not name.startswith(timing)} for record in records]

@@ -10,7 +10,7 @@ import pytest
 from run_configs import parsed as config
 
 from megarl.config import file as config_file
-from megarl.config import gpu_defaults, megatron_fields
+from megarl.config import megatron_fields
 from megarl.core.replay_blockers import REPLAY_BLOCKERS, replay_blockers
 from megarl.errors import ConfigError
 from megarl.megatron.policy import check_fields
@@ -129,7 +129,7 @@ SEVERAL = {"train__mini_batches": 4}
 
 
 def on(has_te: bool = True, on_gpu: bool = True, **overrides: Any) -> set[str]:
-    return set(gpu_defaults.settings(config(**overrides), on_gpu=on_gpu, has_te=has_te))
+    return set(megatron_fields.gpu_defaults(config(**overrides), on_gpu=on_gpu, has_te=has_te))
 
 
 def test_what_is_on_is_fields_of_megatron_and_the_megatron_table_wins():
@@ -142,4 +142,4 @@ def test_what_is_on_is_fields_of_megatron_and_the_megatron_table_wins():
     own = {"megatron__overlap_grad_reduce": False, "megatron__moe_permute_fusion": False}
     assert on(**SEVERAL, **own) == ALL - {"overlap_grad_reduce", "moe_permute_fusion"}
     assert on(on_gpu=False, megatron__overlap_param_gather=True) == {"overlap_param_gather"}
-    assert any(check_fields(gpu_defaults.settings(config(**SEVERAL), on_gpu=True, has_te=True)).values())
+    assert any(check_fields(megatron_fields.gpu_defaults(config(**SEVERAL), on_gpu=True, has_te=True)).values())

@@ -64,7 +64,7 @@ SAMPLED = {
     "config/trust": "test_trust_parts",
     "files/pickles": "data/test_pickles",
     "run/lock": "data/test_run_lock",
-    "run/audit": "trainer/test_audit",
+    "run/samples": "trainer/test_audit",
     "engines/sglang/plugin/compact": "engines/test_sglang_compact",
     "data/math/text": "data/test_math_strict",
     "data/math/grammar": "data/test_math_strict",

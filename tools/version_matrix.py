@@ -44,7 +44,7 @@ from release_checks import (
 )
 from train_world import World, make_world
 
-from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.run.metrics_log import read_metrics
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -131,7 +131,8 @@ def _tell(ran: list[Ran]) -> None:
 
 
 def records(where: Path) -> list[Row]:
-    return without_timing(read_metrics(where / "run" / "metrics.jsonl"))
+    found = read_metrics(where / "run" / "metrics.jsonl")
+    return [{name: x for name, x in row.items() if not name.startswith(("wall_s", "time/", "speed/"))} for row in found]
 
 
 def largest_difference(one: tuple[dict[str, Ended], list[Row]], two: tuple[dict[str, Ended], list[Row]]) -> float:

@@ -9,8 +9,8 @@ torch or Megatron, so a wrong file is reported at once. In the order of the call
     refusals/        rules between tables, on ranks, on the model and on memory
     tables/          each table with keys, help texts and the table's own rules
     plugs            objects named "package.module:name"; sampling engines and their capabilities
-    megatron_fields  the fields that the [megatron] table may not set
-    gpu_defaults, process_environment, trust
+    megatron_fields  the fields that the [megatron] table may not set, and what is set on GPUs
+    process_environment, trust
 """
 
 from megarl.config.root import Config, Layout

@@ -12,7 +12,6 @@ from megarl.config.tables.base import Row, refuse
 class Layout:
     """How a given number of ranks is divided, all defaults resolved."""
 
-    world_size: int
     tp: int
     pp: int
     vpp: int | None
@@ -44,7 +43,6 @@ class Config(Tables):
         p = self.parallel
         dp = world_size // (p.tp * p.pp * p.cp)
         return Layout(
-            world_size=world_size,
             **p.model_dump(include={"tp", "pp", "vpp", "cp", "ep"}),
             dp=dp,
             etp=p.expert_tp,

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import TypeAdapter
 
-from megarl.config import Config, gpu_defaults
+from megarl.config import Config, megatron_fields
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError, NumericsError, did_you_mean
@@ -200,7 +200,7 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
 
 def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:
     """Return the GPU defaults and the [megatron] table's values for a dataclass of Megatron."""
-    defaults = gpu_defaults.settings(config, on_gpu=torch.cuda.is_available(), has_te=has_te)
+    defaults = megatron_fields.gpu_defaults(config, on_gpu=torch.cuda.is_available(), has_te=has_te)
     return check_fields({**defaults, **config.megatron})[cls]
 
 

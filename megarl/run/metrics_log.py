@@ -3,14 +3,14 @@
 A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float, "<metric>":
 float, ...}``, with ``"unjudged": str`` if responses have no reward. JSON knows no NaN and no infinity: the file has the
 strings "nan", "inf" and "-inf", and readers get floats. Only ``wall_s`` and the prefixes ``time/`` and ``speed/``
-depend on the clock: without them two runs can be compared bit for bit (:func:`without_timing`).
+depend on the clock: without them two runs can be compared bit for bit.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, get_args
 
@@ -26,8 +26,6 @@ HEADER = ("kind", "step", "minibatch", "wall_s")
 """Keys of every record that are no metrics."""
 UNJUDGED = "unjudged"
 """Key of a record with responses without a reward: how many responses have one, and the first failure."""
-TIMING_PREFIXES = ("time/", "speed/")
-"""Prefixes of metrics that depend on the clock."""
 _LARGEST = 10**15
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -200,14 +198,6 @@ def iterate_metrics(path: str | Path) -> Iterator[Record]:
 
 def _broken(place: str, error: ValueError) -> DataError:
     return DataError(f"{place}: broken record ({error}); only the last line may be torn")
-
-
-def without_timing(records: Iterable[Record]) -> list[Record]:
-    """Return the records without clock-dependent values: equal for two equal computations."""
-    return [
-        {name: value for name, value in record.items() if name != "wall_s" and not name.startswith(TIMING_PREFIXES)}
-        for record in records
-    ]
 
 
 def describe_judged(record: Mapping[str, Any], of: str = "reward") -> str:

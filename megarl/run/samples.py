@@ -1,16 +1,30 @@
-"""responses.jsonl.gz: the model's responses, a few per step or all; zcat reads the file too.
+"""The files of a run's samples: which of them trained, and texts.
 
-A step is a few gzip members of JSON lines, appended in a single write; each line is a response (``FIELDS``). A kill can
-only cut the last member: readers stop before it. The next start removes the cut member, and undone steps.
+samples.jsonl has the samples of each step, written before the step counts as done. Nothing is removed.
+
+    {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
+    {..., "dropped": {"96/3": "k3 0.92, ..."}}                        a tripwire dropped sample 3: it did not train
+    {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
+
+A prompt is named by the place in the run's order. No two draws share a place: (prompt, sample) names a single response.
+
+responses.jsonl.gz has the model's responses, a few per step or all; zcat reads the file too. A step is a few gzip
+members of JSON lines, appended in a single write; each line is a response (``FIELDS``). A kill can only cut the last
+member: readers stop before it. The next start removes the cut member, and undone steps.
 """
 
 import gzip
 import json
 import math
+import os
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megarl.errors import DataError
 
@@ -41,35 +55,29 @@ _LARGEST_MEMBER = 1 << 30
 
 def pack(responses: Sequence[Mapping[str, Any]]) -> bytes:
     """Return responses as a gzip member; no bytes for none."""
-    lines = "".join(json.dumps(_finite(dict(response))) + "\n" for response in responses)
+    # JSON knows no NaN and no infinity: null.
+    plain = [{k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in r.items()} for r in responses]
+    lines = "".join(json.dumps(response) + "\n" for response in plain)
     return gzip.compress(lines.encode(), compresslevel=6, mtime=0) if lines else b""
 
 
-class SampleFile:
-    """Appends the responses of a run, on one rank only."""
+def append(folder: Path, members: bytes) -> None:
+    """Append the members of a step in one write, on one rank only. OSError if the disk refuses them."""
+    with (folder / NAME).open("ab") as file:
+        file.write(members)
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
 
-    def append(self, members: bytes) -> None:
-        """Append the members of a step in one write. OSError if the disk refuses them."""
-        with self.path.open("ab") as file:
-            file.write(members)
-
-    def truncate_after(self, step: int) -> None:
-        """Drop later steps, and remains of a kill or a damage, when a run resumes."""
-        if not self.path.is_file():
-            return
-        end = 0
-        try:
-            for next_byte, content in _members(self.path):
-                if _parse(self.path, content.splitlines()[-1])["step"] > step:
-                    break
-                end = next_byte
-        except DataError:
-            pass  # nobody can read what follows; it counts as lost
-        with self.path.open("r+b") as file:
-            file.truncate(end)
+def truncate_after(folder: Path, step: int) -> None:
+    """Drop later steps, and remains of a kill or a damage, when a run resumes."""
+    path, end = folder / NAME, 0
+    if not path.is_file():
+        return
+    with suppress(DataError):  # nobody can read what follows a damage; it counts as lost
+        for next_byte, content in _members(path):
+            if _parse(path, content.splitlines()[-1])["step"] > step:
+                break
+            end = next_byte
+    os.truncate(path, end)
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
@@ -123,9 +131,36 @@ def _parse(path: Path, line: bytes) -> dict[str, Any]:
     return response
 
 
-def _finite(response: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which JSON does not know, by null."""
-    for name in ("reward", "gap"):
-        if response[name] is not None and not math.isfinite(response[name]):
-            response[name] = None
-    return response
+Key = tuple[int, int]
+"""(place of the prompt, sample)."""
+
+
+def record_step(
+    folder: Path, step: int, weights: int, keys: np.ndarray | Sequence[Key], dropped: Mapping[Key, str]
+) -> None:
+    """Record the samples of step ``step`` (from 1), int64 [n, 2], on one rank only; on the disk when this returns.
+
+    weights: the steps that the sampling weights had seen. dropped: why a tripwire dropped some of the samples.
+    """
+    prompts: dict[str, list[int]] = {}
+    for prompt, sample in sorted(map(tuple, np.asarray(keys, np.int64).reshape(-1, 2).tolist())):
+        if (prompt, sample) not in dropped:
+            prompts.setdefault(str(prompt), []).append(sample)
+    reasons = {f"{prompt}/{sample}": reason for (prompt, sample), reason in sorted(dropped.items())}
+    _append(folder, {"step": step, "weights": weights, "prompts": prompts, **({"dropped": reasons} if reasons else {})})
+
+
+def record_resume(folder: Path, done: int) -> None:
+    """Record that the run continues from a checkpoint after step ``done``."""
+    _append(folder, {"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
+
+
+def _append(folder: Path, line: dict[str, object]) -> None:
+    with (folder / "samples.jsonl").open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")  # a kill has cut the line before
+        file.write(json.dumps(line).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -20,10 +20,9 @@ from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import Placement, exchange
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, from_rollout, write_traces
-from megarl.run.audit import Audit
+from megarl.run import samples
 from megarl.run.metrics_log import UNJUDGED, MetricsLog, describe_judged, iterate_metrics
 from megarl.run.progress import Advance, StepProgress
-from megarl.run.samples import SampleFile, pack
 from megarl.run.vitals import Vitals
 from megarl.trainer.mini_batch import MiniBatch, StepPlan
 from megarl.trainer.sampling.excerpts import complete
@@ -37,14 +36,14 @@ class SampleRecords:
 
     def __init__(self, config: Config, policy: Policy) -> None:
         self._is_main, self._count = distributed.is_main_rank(), config.log.samples_per_step
-        self._audit, self._texts = Audit(config.run_dir), SampleFile(config.run_dir)
+        self._folder = config.run_dir
         self._traces = TraceDump(config.run_dir / "traces", policy) if config.log.traces_every else None
 
     def resume(self, done: int) -> None:
         """Undo the records of steps after ``done``."""
         if self._is_main:
-            self._audit.record_resume(done)
-            self._texts.truncate_after(done)
+            samples.record_resume(self._folder, done)
+            samples.truncate_after(self._folder, done)
 
     def write(
         self, done: int, plan: StepPlan, rollouts: StepRollouts, minis: Sequence[MiniBatch], drops: Drops | None
@@ -62,7 +61,7 @@ class SampleRecords:
             oldest = min(int(of_micro.min()) for of_micro in versions if of_micro is not None)
             first = rollouts.first_prompt
             dropped = {(first + prompt, sample): reason for (prompt, sample), reason in reasons.items()}
-            self._audit.record_step(done, oldest, rollouts.trained, dropped)
+            samples.record_step(self._folder, done, oldest, rollouts.trained, dropped)
 
     def _store_texts(
         self, done: int, rollouts: StepRollouts, gaps: Sequence[np.ndarray], reasons: dict[tuple[int, int], str]
@@ -72,11 +71,11 @@ class SampleRecords:
         Besides the main rank, ranks have excerpts only if all texts are stored, or after a failed reward.
         """
         place = dist.get_rank(), rollouts.first_prompt
-        packed = pack(complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons))
+        packed = samples.pack(complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons))
         is_on_all_ranks = self._count == "all" or rollouts.unjudged
         members = distributed.gather_on_main_rank(packed) if is_on_all_ranks else [packed]
         if self._is_main and members:
-            self._texts.append(b"".join(members))
+            samples.append(self._folder, b"".join(members))
 
 
 class TraceDump:

@@ -89,16 +89,15 @@ def judge(pairs: Sequence[PairGap], replay: str, limits: GapLimits = GAP) -> Gap
     causes = list(_causes(pairs, configured, replay, limits))
     size = f"k3 {used.k3:.1e} (limit {limits.k3:.0e}), {used.extreme:.2%} extreme tokens (limit {limits.extreme:.0%})"
     setting = f'{configured.rollout} rollouts, {configured.training} training, replay = "{replay}"'
-    if is_healthy := _is_within(used, limits):
-        return GapReport(tuple(pairs), is_healthy, (f"healthy: {size}, with {setting}", *causes), limits)
+    if _is_within(used, limits):
+        return GapReport(tuple(pairs), True, (f"healthy: {size}, with {setting}", *causes), limits)
     if used is native and replayed is not None and _is_within(replayed, limits):
         causes.insert(0, f'within the limits with train.replay = "r3": k3 {replayed.k3:.1e}')
-    unexplained = (
+    causes = causes or [
         "neither replay nor the rollout's precision explains it: suspect other weights, or settings of the engine "
         "(sampling, rope, an FP8 checkpoint); both in fp32 tells"
-    )
-    verdict = f"BAD: the gap is too large: {size}, with {setting}"
-    return GapReport(tuple(pairs), is_healthy, (verdict, *(causes or [unexplained])), limits)
+    ]
+    return GapReport(tuple(pairs), False, (f"BAD: the gap is too large: {size}, with {setting}", *causes), limits)
 
 
 def _is_within(gap: Gap, limits: GapLimits) -> bool:

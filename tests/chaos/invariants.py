@@ -8,9 +8,9 @@ from typing import Any
 
 from audit_reader import check
 from chaos_world import SAMPLES, STEPS, ChaosError, Run
+from run_configs import records_of
 
 from megarl.errors import DataError
-from megarl.run.metrics_log import read_metrics, without_timing
 
 TEMPORARY = ("*.partial", "[!.]*.tmp", "*.new", "*.damaged.*")
 """A kill in the middle of the write of a small file may leave ``.NAME.PID.tmp``."""
@@ -22,8 +22,7 @@ COUNTED = ("judged; first failure",)
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The run's records, without times; none of a run that ended before its first one."""
-    file = folder / "metrics.jsonl"
-    return without_timing(read_metrics(file)) if file.exists() else []
+    return records_of(folder) if (folder / "metrics.jsonl").exists() else []
 
 
 def steps_of(run: Run) -> list[dict[str, Any]]:

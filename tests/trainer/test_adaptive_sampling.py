@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forks import Job, run_jobs
+from run_configs import records_of
 from train_jobs import adaptive, recorded, sampler_of, trained_on
 from train_world import GROUP_SIZE, World, training
 
@@ -19,7 +20,6 @@ from megarl.core.sampling.gvm import gvm_allocate
 from megarl.core.types import Rollout
 from megarl.data.prompts import PromptOrder
 from megarl.errors import CheckpointError, ConfigError, RolloutError
-from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.trainer.sampling.allocators import Gvm
 from megarl.trainer.sampling.gradient_norms import gradient_norms
 from megarl.trainer.sampling.sampler import Sampler
@@ -175,7 +175,7 @@ def test_a_copy_without_a_selected_prompt_trains_on_fillers(by_layout: dict[str,
 @pytest.mark.parametrize("rule", TWICE)
 def test_a_run_on_two_ranks_is_that_on_one(runs: Path, rule: str) -> None:
     """Losses and gradients of a step that one copy spends on fillers, or in which groups differ in size."""
-    alone, two = (without_timing(read_metrics(runs / f"{rule}_{name}" / "metrics.jsonl")) for name in ("one", "two"))
+    alone, two = (records_of(runs / f"{rule}_{name}") for name in ("one", "two"))
     assert [(record["kind"], record["step"]) for record in two] == [
         (record["kind"], record["step"]) for record in alone
     ]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import train_rewards
+from run_configs import records_of
 from train_world import NUM_SEQUENCES, World, trainer_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,14 +24,14 @@ from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.hf_weights import export_hf, save_hf
 from megarl.models.hf_files import HFCheckpoint
-from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.run.metrics_log import read_metrics
 from megarl.trainer.loop import Trainer, train
 
 
 def run(settings: Config) -> list[dict[str, Any]]:
     """Train and return the records."""
     train(settings)
-    return without_timing(read_metrics(settings.run_dir / "metrics.jsonl"))
+    return records_of(settings.run_dir)
 
 
 def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -165,9 +166,7 @@ def test_each_rule_of_sampling_trains_and_resumes(world: World, tmp_path: Path, 
     for name, parts in (("whole", (4,)), ("parts", (2, 4))):
         for steps in parts:
             run(world.settings(run__dir=str(tmp_path / name), **table, run__steps=steps))
-    whole, cut = (
-        of_kind(without_timing(read_metrics(tmp_path / name / "metrics.jsonl")), "step") for name in ("whole", "parts")
-    )
+    whole, cut = (of_kind(records_of(tmp_path / name), "step") for name in ("whole", "parts"))
     assert cut == whole
     assert (sum(step.get("gvm/first_stage_samples", 0.0) for step in whole) > 0) == (rule == "gvm")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from local_engines import local_engine
+from run_configs import records_of
 from safetensors.torch import load_file
 from train_world import World
 from transformers import AutoConfig
@@ -17,7 +18,7 @@ from megarl.core.types import SampleRequest
 from megarl.engines.local.engine import LocalEngine
 from megarl.engines.protocol import SamplingParams
 from megarl.errors import ConfigError, NumericsError
-from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.run.metrics_log import read_metrics
 from megarl.trainer.engines import make_local_engine
 from megarl.trainer.loop import train
 
@@ -32,7 +33,7 @@ def test_an_own_engine_trains_as_the_engine_that_it_wraps(
     for name in ("local", engine):
         folder = tmp_path / name.replace(":", "-")
         train(world.settings(run__dir=str(folder), run__steps=1, rollout__fp8_rounding=False, rollout__engine=name))
-        found[name] = without_timing(read_metrics(folder / "metrics.jsonl"))
+        found[name] = records_of(folder)
     assert found[engine] == found["local"]
     assert "own engine" in capsys.readouterr().out
 
@@ -74,7 +75,7 @@ def test_an_own_engine_that_cannot_is_refused(world: World, engine: str, changes
 def records(world: World, folder: Path, objective: str, **overrides: Any) -> list[dict[str, Any]]:
     """The records of a run of one step with two updates."""
     train(world.settings(run__dir=str(folder), run__steps=1, train__objective=objective, **overrides))
-    return without_timing(read_metrics(folder / "metrics.jsonl"))
+    return records_of(folder)
 
 
 def test_an_own_objective_trains_as_the_same_row_of_the_table(world: World, tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_an_own_sampling_rule_trains_as_the_rule_that_it_computes(world: World, 
     for name in ("ada_seq_balance", "own_parts:balanced"):
         rounds = {"sampling__round_size": 3} if name == "ada_seq_balance" else {}
         train(world.settings(run__dir=str(tmp_path / str(len(name))), sampling__rule=name, **BALANCED, **rounds))
-        found.append(without_timing(read_metrics(tmp_path / str(len(name)) / "metrics.jsonl")))
+        found.append(records_of(tmp_path / str(len(name))))
     assert found[0] == found[1]
     assert found[0][-1]["sampling/rounds"] > 1
 

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from forks import Ended
 from release_checks import TRAINED, VARIANTS, prepared, trained
+from run_configs import records_of
 from train_world import World
-
-from megarl.run.metrics_log import read_metrics, without_timing
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow(minutes=4)]
 
 
 def of_run(where: Path) -> list[dict[str, Any]]:
-    return without_timing(read_metrics(where / "run" / "metrics.jsonl"))
+    return records_of(where / "run")
 
 
 def split(record: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:

@@ -93,7 +93,6 @@ def test_the_page_stands_alone_and_tells_the_headline(whole_run: Path) -> None:
     assert cells["Responses with a reward"] == "1170 of 1200 judged"
     assert cells["Objective"] == "minirl"
     assert cells["Routing replay"] == "r3"
-    assert cells["Layout"] == "TP 2 · EP 4"
 
 
 def test_a_run_writes_every_metric_that_the_report_reads(
@@ -156,7 +155,7 @@ def test_absent_panels_are_left_out(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert re.findall(r'<figure class="card[^"]*" id="(\w+)"', page) == ["reward"]
     cells = cells_of(page)
-    assert cells["Held-out pass rate"] == cells["Objective"] == cells["Layout"] == "not recorded"
+    assert cells["Held-out pass rate"] == cells["Objective"] == "not recorded"
 
 
 def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(

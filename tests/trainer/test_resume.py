@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from forks import Ended, Job, run_jobs
+from run_configs import records_of
 from train_world import World
 
 from megarl.config.tables.health import HealthConfig
-from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.run.metrics_log import read_metrics
 from megarl.watch.health import judge_run
 
 KILLS: dict[str, tuple[str, int, int | None]] = {
@@ -62,20 +63,16 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder, run_jobs(jobs, folder / "jobs")
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return without_timing(read_metrics(folder / "metrics.jsonl"))
-
-
 def test_an_uninterrupted_run_writes_every_record_once(runs: tuple[Path, dict[str, Ended]]) -> None:
     folder, ended = runs
     ended["whole"].checked()
-    found = [(r["kind"], r["step"], r["minibatch"]) for r in records(folder / "whole")]
+    found = [(r["kind"], r["step"], r["minibatch"]) for r in records_of(folder / "whole")]
     expected: list[tuple[str, int, int | None]] = [("eval", 0, None)]
     for step in (1, 2, 3, 4):
         expected += [("minibatch", step, 0), ("minibatch", step, 1), ("step", step, None)]
         expected += [("eval", step, None)] if step % 2 == 0 else []
     assert found == expected
-    rates = [r["lr"] for r in records(folder / "whole") if r["kind"] == "minibatch"]
+    rates = [r["lr"] for r in records_of(folder / "whole") if r["kind"] == "minibatch"]
     assert len(set(rates)) > 4  # a schedule that the resumed runs have to meet
 
 
@@ -89,7 +86,7 @@ def test_acceptance_a_killed_run_resumes_bit_for_bit(runs: tuple[Path, dict[str,
     else:
         assert "resumed from" in ended[f"{name} resumed"].output
         assert "after step 2" in ended[f"{name} resumed"].output
-    assert records(folder / name) == records(folder / "whole")
+    assert records_of(folder / name) == records_of(folder / "whole")
 
 
 @pytest.mark.parametrize("name", [*KILLS, "saving", "ep2"])
@@ -106,7 +103,7 @@ def test_a_killed_run_on_two_ranks_resumes(runs: tuple[Path, dict[str, Ended]]) 
     folder, ended = runs
     assert all(ended["ep2 killed"].exit_codes)
     ended["ep2 resumed"].checked()
-    whole, resumed = records(folder / "whole_ep2"), records(folder / "ep2")
+    whole, resumed = records_of(folder / "whole_ep2"), records_of(folder / "ep2")
     assert [list(r) for r in resumed] == [list(r) for r in whole]
     for one, two in zip(whole, resumed, strict=True):
         assert one["kind"] == two["kind"]
@@ -120,10 +117,10 @@ def test_a_run_that_was_copied_continues_also_in_another_layout(runs: tuple[Path
     for name in ("copied", "one_rank"):
         ended[name].checked()
         assert f"resumed from {folder / name}" in ended[name].output.replace("\n", "")
-        assert records(folder / name)[:-4] == records(folder / "whole_ep2")
+        assert records_of(folder / name)[:-4] == records_of(folder / "whole_ep2")
     assert "the layout was" not in ended["copied"].output
     assert "ep 2 etp 1 on 2 ranks and is tp 1 pp 1 cp 1 ep 1 etp 1 on 1 ranks" in ended["one_rank"].output
-    for one, two in zip(records(folder / "copied")[-4:], records(folder / "one_rank")[-4:], strict=True):
+    for one, two in zip(records_of(folder / "copied")[-4:], records_of(folder / "one_rank")[-4:], strict=True):
         assert (one["kind"], one["step"]) == (two["kind"], 5)
         for key in (key for key in ("loss", "grad_norm", "lr", "reward/mean", "entropy") if key in one):
             assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
@@ -134,14 +131,14 @@ def test_a_run_does_not_go_on_with_other_inputs(runs: tuple[Path, dict[str, Ende
     folder, ended = runs
     assert all(ended["other_inputs"].exit_codes)
     assert "began with other inputs: data.train" in ended["other_inputs"].output
-    assert records(folder / "other_inputs") == records(folder / "whole_ep2")
+    assert records_of(folder / "other_inputs") == records_of(folder / "whole_ep2")
 
 
 def test_two_ranks_train_like_one(runs: tuple[Path, dict[str, Ended]]) -> None:
     """The first step: later ones sample with weights that float noise has moved, so tokens may differ."""
     folder, ended = runs
     ended["whole_ep2"].checked()
-    alone, two = ([r for r in records(folder / name) if r["step"] <= 1] for name in ("whole", "whole_ep2"))
+    alone, two = ([r for r in records_of(folder / name) if r["step"] <= 1] for name in ("whole", "whole_ep2"))
     assert alone[0] == two[0]
     for one, other in zip(alone[1:], two[1:], strict=True):
         for key in (key for key in ("loss", "grad_norm", "reward/mean", "router/flip", "entropy") if key in one):

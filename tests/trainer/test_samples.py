@@ -21,7 +21,7 @@ from megarl.engines.player import Failure, Sample
 from megarl.errors import DataError
 from megarl.ops.report.report import write_report
 from megarl.run.metrics_log import MetricsLog
-from megarl.run.samples import NAME, SampleFile, pack, read_samples
+from megarl.run.samples import NAME, append, pack, read_samples, truncate_after
 from megarl.trainer.loop import train
 from megarl.trainer.sampling.excerpts import choose, complete, describe
 
@@ -35,10 +35,10 @@ def response(step: int, **values: Any) -> dict[str, Any]:
 
 def write(folder: Path, *steps: int) -> list[int]:
     """Append steps with two responses each; return the size of the file after each."""
-    file, sizes = SampleFile(folder), []
+    sizes = []
     for step in steps:
-        file.append(pack([response(step), response(step, sample=1)]))
-        sizes.append(file.path.stat().st_size)
+        append(folder, pack([response(step), response(step, sample=1)]))
+        sizes.append((folder / NAME).stat().st_size)
     return sizes
 
 
@@ -52,7 +52,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [1, 1, 2, 2]
     assert len(gzip.decompress((tmp_path / NAME).read_bytes()).splitlines()) == 4  # zcat reads it too
     assert pack([]) == b""
-    SampleFile(tmp_path).append(pack([response(3, reward=float("nan"), gap=float("inf"), response="\ud800</x>")]))
+    append(tmp_path, pack([response(3, reward=float("nan"), gap=float("inf"), response="\ud800</x>")]))
     *_, last = read_samples(tmp_path)
     assert (last["reward"], last["gap"], last["response"]) == (None, None, "\ud800</x>")
 
@@ -63,7 +63,7 @@ def test_a_half_written_end_is_passed_over_and_cut_off(tmp_path: Path) -> None:
     for size in range(before, whole):
         (tmp_path / NAME).write_bytes(data[:size])
         assert steps_of(tmp_path) == [1, 1, 2, 2]
-    SampleFile(tmp_path).truncate_after(2)
+    truncate_after(tmp_path, 2)
     assert (tmp_path / NAME).stat().st_size == before
     write(tmp_path, 3)
     assert (tmp_path / NAME).read_bytes() == data
@@ -76,7 +76,7 @@ def test_damage_is_told_and_a_resumption_cuts_it_off(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(data)
     with pytest.raises(DataError, match=f"byte {first}: damaged"):
         steps_of(tmp_path)
-    SampleFile(tmp_path).truncate_after(9)
+    truncate_after(tmp_path, 9)
     assert steps_of(tmp_path) == [1, 1]
 
 
@@ -177,7 +177,7 @@ def stored(tmp_path: Path) -> Path:
         response(i + 1, response=text, reward=float(i), length=9 - i, gap=gap)
         for i, (text, gap) in enumerate(zip(texts, gaps, strict=True))
     ]
-    SampleFile(tmp_path).append(b"".join(pack([row]) for row in rows))
+    append(tmp_path, b"".join(pack([row]) for row in rows))
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write("step", 1, {"reward/mean": 0.5})
     return tmp_path
@@ -195,7 +195,7 @@ def test_samples_are_chosen_by_step(stored: Path, capsys: pytest.CaptureFixture[
 
 def test_a_terminal_gets_no_control_characters(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [["model", "a"], ["environment\x1b", "\x07"], ["model", "\x1b[31mred\x1b[0m a\u202eb"]]
-    SampleFile(stored).append(pack([response(6, parts=parts, error="\x9b")]))
+    append(stored, pack([response(6, parts=parts, error="\x9b")]))
     assert cli.main(["samples", str(stored)]) == 0
     shown = capsys.readouterr().out
     assert all(letter.isprintable() or letter == "\n" for letter in shown)

@@ -13,19 +13,15 @@ from typing import Any
 
 import pytest
 from audit_reader import check
+from run_configs import records_of
 from train_world import World, trainer_of
 
 from megarl.errors import SaveError, StopError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.run.signals import drop_lost_outputs
 from megarl.run.stop_request import StopRequest
 from megarl.trainer.loop import train
-
-
-def numbers(folder: Path) -> list[dict[str, Any]]:
-    return without_timing(read_metrics(folder / "metrics.jsonl"))
 
 
 def test_a_signal_is_a_request_and_the_old_handlers_come_back() -> None:
@@ -113,7 +109,7 @@ def test_a_stop_in_the_middle_of_sampling_keeps_what_is_done_and_draws_the_rest_
     assert [step for step, _ in complete_checkpoints(tmp_path / "asked" / "checkpoints")] == [done]
     distributed.shutdown()
     train(settings("asked"))
-    assert numbers(tmp_path / "asked") == numbers(tmp_path / "whole")
+    assert records_of(tmp_path / "asked") == records_of(tmp_path / "whole")
     size = check(tmp_path / "whole" / "samples.jsonl", 3)
     assert check(tmp_path / "asked" / "samples.jsonl", 3) == size > 0
 

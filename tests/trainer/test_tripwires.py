@@ -14,6 +14,7 @@ import torch
 from forks import Job, run_jobs
 from local_engines import local_engine
 from megatron.core.transformer.moe.router import Router
+from run_configs import records_of
 from tampered_engine import FROM_VERSION, KINDS, TAMPERED, glue, routes_of, shift_routes
 from train_jobs import judged
 from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, trainer_of, training, weights_of
@@ -24,7 +25,6 @@ from megarl.engines.protocol import SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.run.status import show
 from megarl.trainer import step as tripwires
 from megarl.trainer.loop import train
@@ -47,7 +47,7 @@ def audit(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    records = without_timing(read_metrics(folder / "metrics.jsonl"))
+    records = records_of(folder)
     return [record for record in records if record["kind"] == "step"]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megarl.config import megatron_fields
 from megarl.config.tables import EstimateConfig, GvmConfig, Tables
 from megarl.config.tables.base import Row
+from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import GROUP_ADVANTAGES, TOKEN_ADVANTAGES
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError
@@ -16,16 +17,10 @@ baseline."""
 
 def between_tables(config: Tables) -> Iterator[Row]:
     """Yield all rules between tables; ConfigError from what a rule has to resolve."""
-    yield from _sizes(config)
-    yield from _sampling(config)
-    yield from _advantages(config)
-    yield from _groups(config)
-    yield from _megatron(config)
-    yield from _replay(config)
-    if config.train.old_logprobs == "rollout":
-        yield from _old_logprobs(config)
-    yield from _engine(config)
-    yield from _judgement(config)
+    old_logprobs = [_old_logprobs] if config.train.old_logprobs == "rollout" else []
+    of_first = [_sizes, _sampling, _advantages, _groups, _megatron, _replay]
+    for rules in (*of_first, *old_logprobs, _engine, _judgement):
+        yield from rules(config)
 
 
 def _sizes(config: Tables) -> Iterator[Row]:
@@ -52,7 +47,13 @@ def _sizes(config: Tables) -> Iterator[Row]:
 def _sampling(config: Tables) -> Iterator[Row]:
     sampling, prompts, group_size = config.sampling, config.rollout.prompts_per_step, config.rollout.group_size
     try:
-        sampling.check_credit(config.credit_record, group_size)
+        credit = config.credit_record
+        for name in () if sampling.uses_credit else ("statistics", "scale", "ddof", "floor", "rate_eps"):
+            yield (
+                getattr(credit, name) != getattr(Credit(), name),
+                f"sampling: credit.{name}: found {getattr(credit, name)!r}, but advantages are the objective's",
+                'set sampling.advantages = "credit", or remove it',
+            )
         if not sampling.allotted:
             _ = sampling.rule_of(group_size)
     except ConfigError as error:

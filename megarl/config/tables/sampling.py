@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Count, NonNegative, Row, Table
-from megarl.core.choices.credit import Credit, Statistics, Weigh, parse_allocation
+from megarl.core.choices.credit import Statistics, Weigh, parse_allocation
 from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE, Own, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos, pass_tiers
 from megarl.errors import ConfigError
@@ -15,7 +15,6 @@ from megarl.errors import ConfigError
 Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "tiers", "ada_est", "gvm"]
 
 _SEQUENTIAL = ("ada_seq_pos", "ada_seq_balance", "tiers")
-_ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps")
 
 
 class SamplingConfig(Table):
@@ -95,16 +94,6 @@ class SamplingConfig(Table):
             return Own(function, self.max_samples, self.train_size, keep, threshold)
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         return Uniform(group_size, self.train_size, "any" if self.train_size is None else keep, threshold)
-
-    def check_credit(self, credit: Credit, group_size: int) -> None:
-        """ConfigError if [credit] is set but not used."""
-        if not self.uses_credit:
-            unused = [name for name in _ADVANTAGE_PARTS if getattr(credit, name) != getattr(Credit(), name)]
-            if unused:
-                raise ConfigError(
-                    f"credit.{unused[0]}: found {getattr(credit, unused[0])!r}, but advantages are the objective's; "
-                    'set sampling.advantages = "credit", or remove it'
-                )
 
     def rows(self) -> Iterable[Row]:
         if custom := self.rule not in get_args(Rule):

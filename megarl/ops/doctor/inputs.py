@@ -71,12 +71,9 @@ def require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -
 
 def check_inputs(config: Config, shape: ModelShape | None) -> Iterator[Finding]:
     """Yield checks of data, reward, keys, disk, running servers and [launch]."""
-    yield from _check_data(config)
-    yield from _check_reward(config)
-    yield from _check_keys(config)
+    for check in (_check_data, _check_reward, _check_keys, _check_urls, _check_launch):
+        yield from check(config)
     yield _check_disk(config, shape)
-    yield from _check_urls(config)
-    yield from _check_launch(config)
 
 
 def _check_data(config: Config) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ The trainer's status file, not the exit code of torchrun or srun, says how the t
 from the newest checkpoint and repeats the steps since.
 """
 
-import itertools
 import json
 import os
 import secrets
@@ -22,6 +21,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.errors import ConfigError, RolloutError, printable
+from megarl.files.outputs import free_name
 from megarl.files.writing import read_record, write_atomically
 from megarl.ops.launch import steps
 from megarl.ops.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, Topology, srun
@@ -58,10 +58,7 @@ class Supervisor:
         with self._lock:
             job = os.environ.get("SLURM_JOB_ID", time.strftime("%Y%m%d-%H%M%S"))
             again = os.environ.get("SLURM_RESTART_COUNT", "0")
-            name, number = f"{job}-{again}", itertools.count(2)
-            self.logs = self.folder / "logs" / name
-            while self.logs.exists():  # one Slurm job may launch a run twice
-                self.logs = self.logs.with_name(f"{name}-{next(number)}")
+            self.logs = free_name(self.folder / "logs" / f"{job}-{again}")  # one Slurm job may launch a run twice
             self.logs.mkdir(parents=True)
             self.launch_file = self.folder / "launch.json"
             self._servers = ServerSteps(self.config, self.launch_file, self.logs, self._tell)

@@ -28,20 +28,15 @@ def to_text(plan: Estimate, config: Config) -> str:
     }
     lines = [f"plan of {config.run.name}: {plan.family}, shape from {plan.model_path}"]
     for title, rows in sections.items():
-        lines += ["", _FORMAT.vformat(title, (), names), *(line for row in rows for line in _lines(plan, names, *row))]
+        lines += ["", _FORMAT.vformat(title, (), names), *(line for row in rows for line in _lines(names, *row))]
     return "\n".join(lines)
 
 
-def _lines(plan: Estimate, names: dict[str, Any], label: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
+def _lines(names: dict[str, Any], label: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
     if needs and not _FORMAT.get_field(needs, (), names)[0]:
         return
-    rows = [(label, amount, note, names)]
-    if label == "stages":
-        stages = plan.stages if len(plan.stages) > 1 else ()
-        rows = [("  stage {s.stage}", "{s.peak:size}", "weights {s.weights:size}", {"s": other}) for other in stages]
-    for *texts, values in rows:
-        filled = (_FORMAT.vformat(text, (), values) for text in texts)
-        yield "  {:<34} {:>14}  {}".format(*filled).rstrip()
+    filled = (_FORMAT.vformat(text, (), names) for text in (label, amount, note))
+    yield "  {:<34} {:>14}  {}".format(*filled).rstrip()
 
 
 def _derive(plan: Estimate, config: Config) -> SimpleNamespace:
@@ -56,8 +51,6 @@ def _derive(plan: Estimate, config: Config) -> SimpleNamespace:
         servers=f'{place}, sync = "{config.weight_sync}"' if is_server else "no servers",
         update=plan.memory.states + plan.memory.sync,
         engine_dtype="FP8 blocks" if is_server and config.sglang.fp8 else config.rollout.dtype,
-        place="of a server" if is_server else "of a rank",
-        shared="shared in turns, " if config.sglang.release_memory else "",
         of_gpu="no launch.gpu_memory_gib, nothing refused" if limit is None else f"of {limit:g} GiB",
     )
 

@@ -128,26 +128,20 @@ class Cut:
         return self.slots // self.tp
 
 
-def cut_of(config: Config, layout: Layout) -> Cut:
-    """Return a full micro-batch: train.micro_batch_tokens slots on each context-parallel rank.
-
-    Fewer slots if all sequences of a rank's mini-batch, at maximum length, need no more.
-    """
-    slots = config.train.micro_batch_tokens
-    if config.sampling.fixed:
-        whole = -(-layout.sequences_per_rank * config.longest_sequence // layout.cp)
-        slots = min(slots, -(-whole // layout.tp) * layout.tp)
-    return Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp)
-
-
 def activation_bytes(
     config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int
 ) -> tuple[int, int]:
     """Return (bytes kept by the layers of all micro-batches in flight, largest temporary bytes).
 
-    Temporary: a recomputed unit with the tensors of its layers, or the needs of the output layer.
+    Temporary: a recomputed unit with the tensors of its layers, or the needs of the output layer. A micro-batch has
+    train.micro_batch_tokens slots on each context-parallel rank, fewer if all sequences of a rank's mini-batch, at
+    maximum length, need no more.
     """
-    cut = cut_of(config, layout)
+    slots = config.train.micro_batch_tokens
+    if config.sampling.fixed:
+        whole = -(-layout.sequences_per_rank * config.longest_sequence // layout.cp)
+        slots = min(slots, -(-whole // layout.tp) * layout.tp)
+    cut = Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp)
     activations, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
     moment = max(max(units) + _moment(shape, cut, stage), head_bytes(shape, cut) if stage.is_last else 0)
     return sum(activations) * in_flight(layout, stage.rank, micro_batches) // len(activations), moment

@@ -149,7 +149,5 @@ def _scale_y(layout: Figure, panel: series.Panel, data: Sequence[Figure]) -> Non
         axis |= {"type": "log", "exponentformat": "power", "hoverformat": ".3g"}
         for trace in data:  # zero has no logarithm: a line has a gap
             trace["y"] = [value if value is None or value > 0 else None for value in trace["y"]]
-    elif scale in ("percent", "log") and top <= 0:
-        axis["range"] = [-0.0005, 0.0105]
-    elif scale in ("zero", "percent"):
+    elif scale in ("zero", "percent", "log"):
         axis["rangemode"] = "tozero"

@@ -141,9 +141,6 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
         rows["Episodes that failed"] = f"{100.0 * failed.finite.mean():.3g}%"
     rows["Objective"] = _get_setting(config, "train", "objective")
     rows["Routing replay"] = _get_setting(config, "train", "replay")
-    sizes = {key: _get_setting(config, "parallel", key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
-    layout = " · ".join(f"{key.upper()} {size}" for key, size in sizes.items() if size != NOT_RECORDED)
-    rows["Layout"] = layout or NOT_RECORDED
     return rows
 
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from megarl.run.metrics_log import UNJUDGED
 
-LAYER_PREFIXES = ("router/native/flip/layer_", "router/flip/layer_")
-
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -67,11 +65,11 @@ def benchmarks(curves: Curves) -> list[str]:
     return [name[5:-10] for name in curves if name.startswith("eval/") and name.endswith("/pass_rate") and name[5:-10]]
 
 
-def layer_curves(curves: Curves, prefixes: Sequence[str] = LAYER_PREFIXES) -> dict[int, Curve]:
+def layer_curves(curves: Curves, prefixes: Sequence[str]) -> dict[int, Curve]:
     """Return the curves of the first prefix that has any, by layer number, in order.
 
-    By default the curves compare the routers' native choice if replay recorded the choice, because the experts in use
-    agree by construction; otherwise the experts in use.
+    The panel names the routers' native choice first, which replay records, because the experts in use agree by
+    construction.
     """
     for prefix in prefixes:
         of_prefix = {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}

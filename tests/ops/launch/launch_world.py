@@ -16,9 +16,9 @@ from typing import Any
 import preloaded
 import psutil
 from audit_reader import check
+from run_configs import records_of
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.run.metrics_log import read_metrics, without_timing
 
 STEPS = 8
 CONFIG = """\
@@ -189,11 +189,6 @@ def processes_of(root: Path) -> list[psutil.Process]:
         if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(root) in word for word in words):
             found.append(process)
     return found
-
-
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    """The run's numbers."""
-    return without_timing(read_metrics(folder / "metrics.jsonl"))
 
 
 def assert_whole(folder: Path, reference: Path, steps: int = STEPS) -> None:

@@ -39,7 +39,7 @@ def test_a_recipe_is_planned_where_it_says(
     if gpus := re.fullmatch(r"qwen3-30b-a3b-(\d+)gpu", name):
         config = config_file.load(f"{name}.toml")
         found = plan(config)
-        assert found.layout.world_size + (found.server_gpus if config.launch.apart else 0) == int(gpus[1])
+        assert config.launch.ranks + (found.server_gpus if config.launch.apart else 0) == int(gpus[1])
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -34,7 +34,7 @@ def test_steps_by_hand() -> None:
 
 
 def layout(pp: int, vpp: int | None = None) -> Layout:
-    return Layout(pp, 1, pp, vpp, 1, 1, 1, 1, 1, 16)
+    return Layout(1, pp, vpp, 1, 1, 1, 1, 1, 16)
 
 
 def test_micro_batches_that_wait_for_their_backward_pass() -> None:
