@@ -62,9 +62,10 @@ def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict[str, Any]:
-    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; result and errors as in ``to_megatron``.
+    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; result as of ``to_megatron``.
 
-    model: a folder with config and tokenizer; None for the folder inside a converted checkpoint.
+    model: a folder with config and tokenizer; None for the folder inside a converted checkpoint. ConfigError without
+    its config.json, and as ``to_megatron``.
     """
     source = torch_dist_folder(source)
     model = model or source / HF_FOLDER
