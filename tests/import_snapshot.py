@@ -24,6 +24,7 @@ from typing import Any
 WATCHED = ("torch", "torch.cuda", "torch.cuda.random", "torch.distributed", "torch.distributed.distributed_c10d")
 WATCHED_PACKAGES = ("megatron", "transformer_engine")
 NOT_FOR_THIS_PROCESS = (
+    "megarl.adapters.trl",
     "megarl.adapters.verl",
     "megarl.engines.sglang.plugin.megarl_routes_plugin",
     "megarl.engines.sglang.cpu.sitecustomize",

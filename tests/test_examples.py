@@ -245,7 +245,7 @@ WRITTEN_BY_HAND = (
 
 
 def test_the_page_uses_arguments_that_exist() -> None:
-    commands = {"--nproc-per-node", "--model", "--layers", "--dtype"}  # of torchrun, megarl convert
+    commands = {"--nproc-per-node", "--model", "--layers", "--dtype", "--watch-routes"}  # of torchrun, convert, adapter
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGE))
     assert named - megatron_lm_names() - OWN == commands
 

@@ -84,12 +84,15 @@ class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues
         mask = mask if mu is None else mask & mu.isfinite()
         size = self.num_generations if self.model.training else self.num_generations_eval
         rewards, weights = self._rewards, self.reward_weights.to(self._rewards)
-        scored = self.objective, (rewards * weights).nansum(1), torch.arange(len(rewards)).to(rewards.device) // size
-        more: Any = {"valid": ~rewards.isnan().all(1), "components": (rewards.nan_to_num(), weights)}
-        more["lengths"] = self.accelerator.gather(mask.sum(1))
+        judged = ~rewards.isnan().all(1)  # others do not train, and no group counts them
+        groups = torch.arange(len(rewards)).to(rewards.device) // size
+        scored = self.objective, (rewards * weights).nansum(1)[judged], groups[judged]
+        more: Any = {"components": (rewards.nan_to_num()[judged], weights)}
+        more["lengths"] = self.accelerator.gather(mask.sum(1))[judged]
         own = torch.arange(len(mask), device=mask.device)[:, None] + self.accelerator.process_index * len(mask)
-        batch["loss_mask"] = mask & core.select_responses(*scored, **more)[own]
-        batch["advantages"] = core.advantages_of(*scored, **more)[own].expand_as(mask)
+        trains, advantages = judged.clone(), torch.zeros_like(rewards[:, 0])
+        trains[judged], advantages[judged] = core.select_responses(*scored, **more), core.advantages_of(*scored, **more)
+        batch["loss_mask"], batch["advantages"] = mask & trains[own], advantages[own].expand_as(mask)
         return batch
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -346,7 +346,7 @@ def test_several_benchmarks_and_the_checkpoints_that_stay(
             assert record[f"eval/{key}"] == pytest.approx((16 * of_each[0] + 64 * of_each[1]) / 80)
         assert record["eval/responses"] == 80
     said = capsys.readouterr().out
-    assert f"of 80 responses, heldout {evals[-1]['eval/heldout/pass_rate']:.1%}, other" in said
+    assert f"pass rate {evals[-1]['eval/pass_rate']:.1%} of 80 responses" in said
     assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 4, 5]
     alone = of_kind(run(world.settings(run__dir=str(tmp_path / "alone"), reward__threshold=0.5, **common)), "eval")
     assert [r["eval/pass_rate"] for r in alone] == [r["eval/heldout/pass_rate"] for r in evals]
