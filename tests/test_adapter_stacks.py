@@ -172,6 +172,13 @@ def test_rows_that_a_micro_batch_cannot_serve_are_refused_by_name(row: Any, mess
         find_row(row, "verl")
 
 
+@pytest.mark.parametrize("column", ["advantages", "loss_mask"])
+def test_a_batch_without_advantages_or_mask_is_refused_by_name(column: str) -> None:
+    columns = {"old_logprobs": OLD, "advantages": ADVANTAGES, "loss_mask": MASK, column: None}
+    with pytest.raises(ConfigError, match=f"SkyRL: the row 'grpo' reads {column}, which the batch does not have"):
+        token_columns(OBJECTIVES["grpo"], "SkyRL", THETA, **columns)
+
+
 def test_every_other_row_names_the_columns_that_it_reads() -> None:
     """With only these columns a row has the gradient that it has with all."""
     given = {"old_logprobs": OLD, "rollout_logprobs": MU, "ref_logprobs": REF}

@@ -68,7 +68,7 @@ def token_columns(
     ConfigError if the row reads such a column.
     """
     given = {name: column.expand_as(logprobs).flatten() for name, column in columns.items() if column is not None}
-    for name in sorted(columns_read(row) - given.keys()):
+    for name in sorted({*columns_read(row), "advantages", "loss_mask"} - given.keys()):
         remedy = f"let {stack} provide it, or choose a row without it (docs/objectives.md)"
         raise ConfigError(f"{stack}: the row {_name(row)} reads {name}, which the batch does not have; {remedy}")
     if cu_seqlens is None:

@@ -18,6 +18,7 @@ MOST_ROWS = 512  # wrong rows that the hypotheses look at
 MOST_SHIFT = 64  # rows
 MOST_MICRO_BATCHES = 256  # whose expected routes are tried, the nearest first
 MOST_INDEXED = 1 << 18  # rows of these in which a wrong row is looked for
+MOST_ORIGINS = 64  # places where a wrong row is looked for
 LEAST_EXPLAINED = 0.8
 """Share of wrong pairs that a hypothesis must predict to be named."""
 LEAST_NATIVE = 0.5
@@ -97,7 +98,7 @@ def _predict(
             text = f"rows are in the order of [{width}, {wanted.num_rows // width}] transposed"
             yield "transposed", text, _rows_of(wanted, order[places])
     nearest = sorted(range(len(expected)), key=lambda index: abs(index - of))[:MOST_MICRO_BATCHES]
-    nearest = [index for index in nearest if expected[index].bits.shape[1:] == bits.shape[1:]]
+    nearest = [one for one in nearest if expected[one].num_rows and expected[one].bits.shape[1:] == bits.shape[1:]]
     for other in nearest[1:]:
         yield "micro_batch", f"these are the routes of micro-batch {other}", _rows_of(expected[other], places)
     yield from _other_layers(bits, meant, wrong)
@@ -187,7 +188,8 @@ def _run(
     for index in nearest:
         num_indexed += len(expected[index].rows)
         for row, key in zip(expected[index].rows.tolist(), _hash_rows(expected[index].bits[:, layers]), strict=True):
-            origins[key].append((index, row))
+            if len(origins[key]) < MOST_ORIGINS:
+                origins[key].append((index, row))
         if num_indexed > MOST_INDEXED:
             break
     moves = [
@@ -215,7 +217,8 @@ def _judge_rest(micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndar
     top_k = meant.sum(2).max()
     share = float((map_of_bits(bits) & meant)[wrong].sum() / max(1, meant[wrong].sum()))
     # Two rows share an expert with the square of its frequency in the layer.
-    by_layer = np.square(map_of_bits(wanted.bits).mean(0)).sum(1) / top_k
+    known = wanted.bits[wanted.known.any(1)]
+    by_layer = np.square(map_of_bits(known[:: max(1, len(known) // MOST_ROWS)]).mean(0)).sum(1) / top_k
     chance = float(np.broadcast_to(by_layer, wrong.shape)[wrong].mean())
     native = (share - chance) / max(1.0 - 1.0 / top_k - chance, 1e-9)
     text = f"these rows share {share:.0%} of the expected experts, {chance:.0%} would be chance"

@@ -103,18 +103,21 @@ def compare_routes(
             report.missing.append(f"micro-batch {micro}: {used.num_rows} rows ran, the routes have {wanted.num_rows}")
             continue
         absent = [layers[column] for column in np.flatnonzero(~used.known.any(0)).tolist()]
-        if absent:
+        if absent and used.num_rows:
             report.missing.append(f"micro-batch {micro}: layers {absent} had no forward pass of {used.num_rows} rows")
         compared, wrong = _compare(used, wanted)
         report.compared[micro], report.right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
         _add_cause(report, f"micro-batch {micro}", micro, used, wrong, expected)
     for micro, (again, first) in enumerate(zip(recomputed, seen, strict=False)):
-        if not again.num_rows:
+        if again.num_rows != first.num_rows:
+            other = f"recomputation of micro-batch {micro}: {again.num_rows} rows, expected {first.num_rows}"
+            report.missing += [other] * (again.num_rows > 0)
             continue
         compared, wrong = _compare(again, first)
         report.recomputed[micro], report.recomputed_right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
         _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, seen)
-    _check_complete(report, expected, recomputed)
+    # A pass without rows leaves nothing that could be missing.
+    _check_complete(report, expected, [again for again, first in zip(recomputed, seen, strict=False) if first.num_rows])
     report.causes += _find_borrowed(draft, expected, layers)
     return report
 

@@ -42,7 +42,7 @@ class _Call:
     num_zero_gates: torch.Tensor
     """int64 [], pairs of these rows and their experts with a gate weight of exactly 0."""
     fingerprint: torch.Tensor
-    """float32 [at most FINGERPRINT]."""
+    """float32 [FINGERPRINT], 0 behind the end."""
 
 
 class RoutingWatch(AbstractContextManager["RoutingWatch"]):
@@ -90,9 +90,10 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **named)
 
     def __enter__(self) -> RoutingWatch:
-        self._calls = {layer: ([], []) for layer in (*self._decoder_layers, *self._draft_layers)} if self._on else {}
+        watched = [*self._decoder_layers, *self._draft_layers] if self._on else []
+        every: dict[BaseMoELayer, tuple[list[_Call], list[_Call]]] = {layer: ([], []) for layer in watched}
         with ExitStack() as restore:
-            for layer, calls in self._calls.items():
+            for layer, calls in every.items():
                 dispatcher, name = layer.token_dispatcher, _entrance(layer)
                 original = getattr(dispatcher, name)
                 if isinstance(original, partial):
@@ -100,7 +101,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
                 restore.callback(_put_back, dispatcher, name, vars(dispatcher).get(name))
                 signature = inspect.signature(getattr(type(dispatcher), name))  # another tool may have wrapped it
                 setattr(dispatcher, name, partial(self._dispatch, original, signature, calls))
-            self._restore = restore.pop_all()
+            self._calls, self._restore = every, restore.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,7 +113,8 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         hidden = [*arguments.values()][1].detach().reshape(-1)  # its name differs between dispatchers
         stride = 1 if self._most_rows is None else max(1, -(-len(routing_map) // self._most_rows))
         rows, gates = routing_map[::stride].bool(), gates[::stride]
-        fingerprint = hidden[:: max(1, len(hidden) // FINGERPRINT)][:FINGERPRINT].float().clone()
+        fingerprint = hidden[:: max(1, len(hidden) // FINGERPRINT)][:FINGERPRINT].float()
+        fingerprint = torch.nn.functional.pad(fingerprint, (0, FINGERPRINT - len(fingerprint)))  # a copy
         is_recomputation = torch._C._current_graph_task_id() != -1
         num_zero_gates = (rows & (gates == 0)).sum()
         call = _Call(len(routing_map), stride, pack_bits(rows), num_zero_gates, fingerprint)
@@ -134,15 +136,15 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
                     f"micro-batch {micro}: expected routes are {list(routes.experts.shape)}, but this rank has "
                     f"{len(self.layers)} MoE layers, numbers {self.layers}; give [tokens, {len(self.layers)}, K]"
                 )
-        calls = [self._calls[layer] for layer in self._decoder_layers]
+        calls = [self._calls.get(layer, ([], [])) for layer in self._decoder_layers]
         num_experts = self._config.num_moe_experts
         return compare_routes(
             _by_micro_batch([forward for forward, _ in calls]),
             [_sets_of(routes, num_experts) for routes in expected],
             self.layers,
             recomputed=_by_micro_batch([_in_order_of(*passes) for passes in calls]),
-            draft=_by_micro_batch([self._calls[layer][0] for layer in self._draft_layers]),
-            num_zero_gates=sum(int(call.num_zero_gates) for passes in calls for call in itertools.chain(*passes)),
+            draft=_by_micro_batch([self._calls[layer][0] for layer in self._draft_layers if layer in self._calls]),
+            num_zero_gates=int(sum(call.num_zero_gates for passes in calls for call in itertools.chain(*passes))),
         )
 
 
@@ -172,15 +174,17 @@ def _sets_of(routes: MicroRoutes, num_experts: int) -> ExpertSets:
 def _in_order_of(forward: Sequence[_Call], recomputed: Sequence[_Call]) -> list[_Call | None]:
     """Return the recomputations of one layer in the order of their forward passes; None for a pass without one."""
     ordered: list[_Call | None] = [None] * len(forward)
-    for call in recomputed:
-        gaps = [
-            float((one.fingerprint - call.fingerprint).abs().sum()) if one.num_rows == call.num_rows else np.inf
-            for one in forward
-        ]
-        # Equal micro-batches have equal fingerprints: the first one without a recomputation is taken.
-        nearest = sorted(range(len(forward)), key=lambda micro: (gaps[micro], ordered[micro] is not None))
-        if nearest:
-            ordered[nearest[0]] = call
+    if not forward or not recomputed:
+        return ordered
+    known, again = (torch.stack([call.fingerprint for call in calls]).cpu() for calls in (forward, recomputed))
+    for call, fingerprint in zip(recomputed, again, strict=True):
+        gaps = (known - fingerprint).abs().sum(1).tolist()
+        order = [(forward[n].num_rows != call.num_rows, gap, ordered[n] is not None) for n, gap in enumerate(gaps)]
+        best = min(order)
+        nearest = [micro for micro, place in enumerate(order) if place == best]
+        if len(nearest) > 1:  # equal tokens, which may have other routes: those of equal routes come first
+            nearest.sort(key=lambda micro: not torch.equal(forward[micro].bits, call.bits))
+        ordered[nearest[0]] = call
     return ordered
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,6 +164,26 @@ def test_order_within_a_row_does_not_count_and_missing_rows_are_left_out() -> No
     assert report.is_right
     assert report.compared.tolist() == [[length - 1] * 3 for length in (80, 60, 100)]
     assert report.right_share == 1.0
+
+
+def test_chance_is_that_of_the_rows_that_are_known() -> None:
+    """Rows without a route are padded with some expert numbers, which say nothing of the router."""
+    right, present = traces((2000,))[0], np.arange(2000) % 20 == 0
+    padded, used = np.where(present[:, None, None], right, np.arange(TOP_K)), traces((2000,), seed=9)[0]
+    report = compare_traces(of([padded], lambda _: present), of([used]), LAYERS)
+    assert [cause.kind for cause in report.causes] == ["other"]
+    assert report.causes[0].text.split()[-4] in ("5%", "6%", "7%", "8%")  # TOP_K / EXPERTS is 6%
+
+
+def test_frequent_rows_cost_no_more() -> None:
+    """One layer, top-1: a wrong row stands in an eighth of all places."""
+    right, used = (np.random.default_rng(seed).integers(0, 8, (60_000, 1, 1)) for seed in (0, 1))
+    tracemalloc.start()
+    report = compare_traces([RoutingTrace(right, 8)], [RoutingTrace(used, 8)], (0,))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.causes[0].kind == "other"
+    assert peak < 100e6
 
 
 @pytest.mark.parametrize("num_experts", [8, 13, 256, 300])

@@ -114,9 +114,21 @@ def test_missing_passes_are_told() -> None:
     assert compare_routes([], [], LAYERS).missing == []
     assert str(compare_routes([], [], LAYERS)) == "routing: nothing was watched"
     assert np.isnan(compare_routes([], [], LAYERS).right_share)
-    assert compare_routes([ExpertSets.unknown(2)], [ExpertSets.unknown(2)], LAYERS).missing == [
-        "micro-batch 0: layers [1, 4] had no forward pass of 0 rows"
-    ]
+
+
+def test_a_micro_batch_without_rows_is_right_and_predicts_nothing() -> None:
+    wanted = [sets(0), sets(0, 0), sets(2)]
+    report = compare_routes(wanted, wanted, LAYERS, recomputed=[wanted[0], ExpertSets.unknown(2), wanted[2]])
+    report.require()
+    assert report.compared.sum() == report.recomputed.sum() == 96
+    wrong = compare_routes([wanted[0], wanted[1], sets(3)], wanted, LAYERS)
+    assert [cause.kind for cause in wrong.causes] == ["other"]
+
+
+def test_a_recomputation_of_other_rows_is_told() -> None:
+    report = compare_routes([sets(0)], [sets(0)], LAYERS, recomputed=[sets(0, 30)])
+    assert report.missing == ["recomputation of micro-batch 0: 30 rows, expected 24"]
+    assert report.recomputed.sum() == 0
 
 
 def test_gates_of_zero_are_told() -> None:

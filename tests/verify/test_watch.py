@@ -67,6 +67,8 @@ def test_two_watches_of_one_model_are_refused_and_the_first_goes_on(filled: Worl
         with pytest.raises(ReplayError, match="watched already"), RoutingWatch([filled.model]):
             pass
         each_in_turn(filled)
+        with pytest.raises(ReplayError, match="watched already"), watch:
+            pass
     watch.report(expected(filled)).require()
     with watch:  # and again, from the start
         pass
@@ -111,6 +113,26 @@ def test_recomputations_find_their_pass_in_any_order(filled: World) -> None:
     report = watch.report(expected(filled))
     report.require()
     assert report.recomputed.sum() == report.recomputed_right.sum() == MICROS * T * 4
+
+
+def test_recomputations_of_equal_tokens_find_the_pass_with_their_routes(filled: World) -> None:
+    for replay in FifoReplay.registered:
+        forward = list(replay.entries)
+        replay.entries = forward + forward[::-1]
+        replay.taken["backward"] = MICROS
+    FifoReplay.stage = "forward"
+    with RoutingWatch([filled.model]) as watch:
+        losses = [filled.forward(filled.batches[0]) for _ in range(MICROS)]
+        FifoReplay.stage = "backward"
+        torch.stack(losses).sum().backward()
+    report = watch.report(expected(filled))
+    report.require()
+    assert report.recomputed.sum() == MICROS * T * 4
+
+
+def test_a_watch_that_was_never_open_saw_nothing(filled: World) -> None:
+    report = RoutingWatch([filled.model]).report(expected(filled))
+    assert report.missing[0] == "0 forward passes ran, expected 3, one for each micro-batch"
 
 
 def test_some_passes_without_recomputation_are_told(filled: World) -> None:
