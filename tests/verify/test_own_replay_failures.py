@@ -13,6 +13,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from own_replay_failures import FAILURES, NUM_EXPERTS, Failure, K, World
 
+from megarl.replay import MicroRoutes
+from megarl.verify import RoutingWatch
+
 APPLIED = os.environ.get("UPSTREAM_PATCHES", "").split()
 """Names of the patches that the Megatron-Core of this process has (test_upstream_patches.py)."""
 RELEASE = tuple(map(int, megatron.core.__version__.split(".")[:2]))
@@ -64,7 +67,8 @@ def test_tokens_go_to_wrong_experts_without_an_error(name: str, dispatched: list
     mended = failure.patch in APPLIED or failure.since > RELEASE
     try:
         world = World(**failure.world)
-        failure.run(world)
+        with RoutingWatch(world.model) as watch:
+            failure.run(world)
     except ValueError:  # refused: no longer silent
         if not mended:
             raise
@@ -74,3 +78,8 @@ def test_tokens_go_to_wrong_experts_without_an_error(name: str, dispatched: list
     assert dispatched
     wrong = wrong_passes(world, failure, dispatched)
     assert {kind for kind, calls in wrong.items() if calls} == set(() if mended else failure.wrong.split()), wrong
+    if not failure.native:
+        first = world.layers[0].mlp.token_dispatcher
+        micros = [micro for dispatcher, micro, recomputes, *_ in dispatched if dispatcher is first and not recomputes]
+        report = watch.report([MicroRoutes(world.routes[micro]) for micro in micros])
+        assert report.is_right != any(wrong.values()), str(report)
