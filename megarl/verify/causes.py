@@ -24,7 +24,7 @@ LEAST_EXPLAINED = 0.8
 LEAST_NATIVE = 0.5
 """Experts shared beyond chance, over those of rows that miss one expert, from which the router chose by itself."""
 LEAST_VOTES = 4
-"""Rows that must have moved equally far."""
+"""Rows that must have moved equally far, or agree; fewer do by chance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megarl.errors import ReplayError
-from megarl.verify.causes import LEAST_EXPLAINED, Cause, find_cause
+from megarl.verify.causes import LEAST_EXPLAINED, LEAST_VOTES, Cause, find_cause
 from megarl.verify.expert_sets import ExpertSets, list_experts
 
 MOST_CAUSES = 8
@@ -168,6 +168,6 @@ def _find_borrowed(
         present = wanted.known[used.rows]
         same = (used.bits[:, :, None] == wanted.bits[used.rows][:, None]).all(3) & present[:, None]
         shares = same.sum(0) / np.maximum(1, present.sum(0))
-        for layer, column in np.argwhere(shares >= LEAST_EXPLAINED).tolist():
+        for layer, column in np.argwhere((shares >= LEAST_EXPLAINED) & (present.sum(0) >= LEAST_VOTES)).tolist():
             text = f"micro-batch {micro}: prediction layer {layer} uses the routes of layer {layers[column]}"
             yield Cause("draft", micro, float(shares[layer, column]), text)

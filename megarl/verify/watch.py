@@ -90,8 +90,8 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **named)
 
     def __enter__(self) -> RoutingWatch:
-        watched = [*self._decoder_layers, *self._draft_layers] if self._on else []
-        every: dict[BaseMoELayer, tuple[list[_Call], list[_Call]]] = {layer: ([], []) for layer in watched}
+        layers = self._decoder_layers + self._draft_layers if self._on else []
+        every = {layer: (list[_Call](), list[_Call]()) for layer in layers}
         with ExitStack() as restore:
             for layer, calls in every.items():
                 dispatcher, name = layer.token_dispatcher, _entrance(layer)

@@ -138,6 +138,12 @@ def test_gates_of_zero_are_told() -> None:
     assert not report.is_right
 
 
+def test_a_prediction_layer_agrees_on_a_few_rows_by_chance() -> None:
+    few, four = sets(0, 3), sets(0, 4)
+    assert compare_routes([few], [few], LAYERS, draft=[few]).is_right
+    assert len(compare_routes([four], [four], LAYERS, draft=[four]).causes) == 2
+
+
 def test_only_borrowed_routes_of_prediction_layers_are_told() -> None:
     wanted, other = sets(0), sets(5, num_layers=2)
     bits = np.stack([other.bits[:, 0], wanted.bits[:, 1]], 1)
