@@ -22,6 +22,10 @@ def compare_trace_files(expected: Path, used: Path) -> RoutingReport:
     for pair in pairs:
         require_same_tokens(*pair)
     report = compare_traces([first.trace for first, _ in pairs], [second.trace for _, second in pairs], a.info.layers)
+    masks = [(first.trace.row_mask, second.trace.row_mask) for first, second in pairs]
+    lost = sum(int((has & ~kept).sum()) for has, kept in masks if len(has) == len(kept))
+    if lost:
+        report.missing.append(f"{used}: {lost:,} rows that {expected} has are missing")
     for file in (a, b):
         if len(file) > len(names):
             report.missing.append(f"{file.path}: {len(file) - len(names)} sequences are in this file only")

@@ -212,6 +212,12 @@ def test_the_command_compares_files_by_name(tmp_path: Path, capsys: pytest.Captu
     told = capsys.readouterr().out
     assert "micro-batch 0: 60 rows ran, the routes have 80" in told
     assert "routes of micro-batch 0 [micro_batch, 100%]" in told
+    lost = RoutingTrace(right[0], EXPERTS, np.arange(80) > 2)
+    write_traces(tmp_path / "e.safetensors", TraceInfo("tiny", LAYERS, EXPERTS, TOP_K), [TracedSequence("a", lost)])
+    assert main(["verify", str(tmp_path / "e.safetensors"), str(a)]) == 1  # two sequences in one file only
+    assert "are missing" not in capsys.readouterr().out
+    assert main(["verify", str(a), str(tmp_path / "e.safetensors")]) == 1
+    assert "e.safetensors: 3 rows that" in capsys.readouterr().out
     fewer = write(tmp_path / "d.safetensors", right[:2], "ab")
     assert main(["verify", str(a), str(fewer)]) == 1
     assert "a.safetensors: 1 sequences are in this file only" in capsys.readouterr().out
