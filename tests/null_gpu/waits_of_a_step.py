@@ -23,8 +23,9 @@ from null_gpu.counting import host_waits  # noqa: E402
 from tiny_world import config, policy_of, rollouts  # noqa: E402
 
 from megarl.core.objectives import OBJECTIVES  # noqa: E402
+from megarl.megatron.distributed import collect  # noqa: E402
 from megarl.trainer.mini_batch import MiniBatch, StepPlan  # noqa: E402
-from megarl.trainer.step import TrainStep, collect  # noqa: E402
+from megarl.trainer.step import TrainStep  # noqa: E402
 
 PACKAGE = TESTS.parent / "megarl"
 
