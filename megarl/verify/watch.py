@@ -54,7 +54,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
 
     ``on=False`` watches nothing and costs nothing; the report then compares no row. At most ``most_rows`` rows of a
     call are noted, evenly spaced, as ceil(E / 8) bytes each (None: all). Only ``report`` waits for the device.
-    ReplayError for modules without a decoder, and on entering while another watch is open.
+    ReplayError for modules without a decoder, for most_rows below 1, and on entering while another watch is open.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         on: bool = True,
         most_rows: int | None = 1024,
     ) -> None:
+        if most_rows is not None and most_rows < 1:
+            raise ReplayError(f"most_rows = {most_rows}, expected a number of rows from 1, or None for all")
         self._on, self._most_rows = on, most_rows
         model_chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         decoders = [chunk.decoder for chunk in map(unwrap, model_chunks) if getattr(chunk, "decoder", None) is not None]

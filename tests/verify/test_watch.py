@@ -193,7 +193,9 @@ def test_another_number_of_rows_is_no_wrong_route(filled: World) -> None:
     assert report.metrics()["watch/passes_wrong"] == MICROS + 1
 
 
-def test_a_module_without_decoder_is_refused() -> None:
+def test_a_module_without_decoder_is_refused(world: World) -> None:
+    with pytest.raises(ReplayError, match="most_rows = 0"):
+        RoutingWatch([world.model], most_rows=0)
     with pytest.raises(ReplayError, match="decoder"):
         RoutingWatch([torch.nn.Linear(2, 2)])
 
