@@ -63,41 +63,43 @@ _Prediction = tuple[str, str, np.ndarray]
 """Kind, sentence, predicted bits [R, L, B]."""
 
 
-def find_cause(micro: int, seen: ExpertSets, wrong: np.ndarray, expected: Sequence[ExpertSets], of: int) -> Cause:
+def find_cause(
+    micro: int, used_sets: ExpertSets, wrong: np.ndarray, expected: Sequence[ExpertSets], target_index: int
+) -> Cause:
     """Return the first hypothesis that predicts the wrong pairs bool [R, L], of which there is at least one.
 
-    of: which of ``expected`` the rows should have been.
+    target_index: which of ``expected`` the rows should have been.
     """
     rows = np.flatnonzero(wrong.any(1))
     if len(rows) > MOST_ROWS:
         rows = rows[np.arange(MOST_ROWS) * len(rows) // MOST_ROWS]
-    bits, places, wrong = seen.bits[rows], seen.rows[rows], wrong[rows]
-    for kind, text, predicted in _predict(bits, places, wrong, expected, of):
+    bits, places, wrong = used_sets.bits[rows], used_sets.rows[rows], wrong[rows]
+    for kind, text, predicted in _predict(bits, places, wrong, expected, target_index):
         explained = float((predicted == bits).all(2)[wrong].mean())
         if explained >= LEAST_EXPLAINED:
             return Cause(kind, micro, explained, text)
-    return _judge_rest(micro, bits, places, wrong, expected[of])
+    return _judge_rest(micro, bits, places, wrong, expected[target_index])
 
 
 def _predict(
-    bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], of: int
+    bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], target_index: int
 ) -> Iterator[_Prediction]:
     """Yield all hypotheses, simple ones first."""
-    wanted = expected[of]
-    meant = wanted.bits[_places_in(wanted, places)]
+    target = expected[target_index]
+    meant = target.bits[_places_in(target, places)]
     for look in (_constant, _renumbered):
         yield from look(bits, meant, wrong)
     yield "fewer", "these rows lack some of the expected experts", bits & meant
     yield "more", "these rows have further experts beside the expected ones", bits | meant
     for step in (step for size in range(1, MOST_SHIFT + 1) for step in (size, -size)):
         late = f"rows stand {abs(step)} place{'s' * (abs(step) > 1)} too {'late' if step > 0 else 'early'}"
-        yield "shifted", late, _rows_of(wanted, places - step)
-    for width in range(2, wanted.num_rows // 2 + 1):
-        if wanted.num_rows % width == 0:
-            order = np.arange(wanted.num_rows).reshape(width, -1).T.ravel()
-            text = f"rows are in the order of [{width}, {wanted.num_rows // width}] transposed"
-            yield "transposed", text, _rows_of(wanted, order[places])
-    nearest = sorted(range(len(expected)), key=lambda index: abs(index - of))[:MOST_MICRO_BATCHES]
+        yield "shifted", late, _rows_of(target, places - step)
+    for width in range(2, target.num_rows // 2 + 1):
+        if target.num_rows % width == 0:
+            order = np.arange(target.num_rows).reshape(width, -1).T.ravel()
+            text = f"rows are in the order of [{width}, {target.num_rows // width}] transposed"
+            yield "transposed", text, _rows_of(target, order[places])
+    nearest = sorted(range(len(expected)), key=lambda index: abs(index - target_index))[:MOST_MICRO_BATCHES]
     nearest = [one for one in nearest if expected[one].num_rows and expected[one].bits.shape[1:] == bits.shape[1:]]
     for other in nearest[1:]:
         yield "micro_batch", f"these are the routes of micro-batch {other}", _rows_of(expected[other], places)
@@ -116,7 +118,7 @@ def _rows_of(sets: ExpertSets, places: np.ndarray) -> np.ndarray:
     return np.where((sets.rows[index] == places)[:, None, None], sets.bits[index], np.uint8(255))
 
 
-def _constant(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
+def _constant(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
     """One row for all: the most frequent one of each layer."""
     common = np.stack([_most_frequent(bits[wrong[:, layer], layer]) for layer in range(bits.shape[1])])
     sizes = map_of_bits(common).sum(1)[wrong.any(0)]
@@ -126,7 +128,7 @@ def _constant(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iterat
         yield "empty", "these tokens reach no expert at all", predicted
     elif all(list_experts(row) == list(range(size)) for row, size in zip(common[wrong.any(0)], sizes, strict=True)):
         yield "zeros", f"these rows are the experts {first}, as zeros or padding would be", predicted
-    elif wrong.any(1).sum() >= 4 and len(np.unique(wanted.reshape(len(wanted), -1), axis=0)) > 1:
+    elif wrong.any(1).sum() >= 4 and len(np.unique(target.reshape(len(target), -1), axis=0)) > 1:
         yield "constant", f"these rows are all equal, experts {first} in the first layer", predicted
 
 
@@ -137,23 +139,23 @@ def _most_frequent(bits: np.ndarray) -> np.ndarray:
     return kinds[counts.argmax()]
 
 
-def _renumbered(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
+def _renumbered(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
     """Expert e of the expected rows is expert p(e) of the used ones, in each layer."""
-    used, meant = map_of_bits(bits), map_of_bits(wanted)
+    used, meant = map_of_bits(bits), map_of_bits(target)
     if used.shape[2] > 256:
         low = meant[..., :256].copy()
         for first in range(256, meant.shape[2], 256):
-            part = meant[..., first : first + 256]
-            low[..., : part.shape[2]] |= part
+            block = meant[..., first : first + 256]
+            low[..., : block.shape[2]] |= block
         predicted = np.zeros_like(meant)
         predicted[..., :256] = low
         yield "low_byte", "expert numbers are cut to 8 bits: numbers above 255 lost 256", _pack(predicted)
     predicted, evidence, example = np.zeros_like(meant), 0, ""
     for layer in np.flatnonzero(wrong.any(0)):
         rows = wrong[:, layer]
-        together = meant[rows, layer].T.astype(np.float64) @ used[rows, layer]
+        cooccurrences = meant[rows, layer].T.astype(np.float64) @ used[rows, layer]
         occurring = meant[rows, layer].sum(0)
-        number = (together / np.sqrt(np.maximum(1, used[rows, layer].sum(0)))).argmax(1)
+        number = (cooccurrences / np.sqrt(np.maximum(1, used[rows, layer].sum(0)))).argmax(1)
         evidence += int(occurring.sum() - 2 * np.count_nonzero(occurring))
         for expert in np.flatnonzero(occurring):
             predicted[:, layer, number[expert]] |= meant[:, layer, expert]
@@ -167,16 +169,16 @@ def _pack(routing_map: np.ndarray) -> np.ndarray:
     return np.packbits(routing_map, axis=-1, bitorder="little")
 
 
-def _other_layers(bits: np.ndarray, wanted: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
+def _other_layers(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:
     """Each layer uses the expected routes of the layer that fits best."""
     source = np.arange(bits.shape[1])
     for layer in np.flatnonzero(wrong.any(0)):
         rows = wrong[:, layer]
-        source[layer] = (bits[rows, layer][:, None] == wanted[rows]).all(2).mean(0).argmax()
+        source[layer] = (bits[rows, layer][:, None] == target[rows]).all(2).mean(0).argmax()
     moved = np.flatnonzero(source != np.arange(len(source)))
     if len(moved):
         text = ", ".join(f"column {layer} has those of column {source[layer]}" for layer in moved[:4])
-        yield "layer", f"routes of other layers: {text}{', ...' * (len(moved) > 4)}", wanted[:, source]
+        yield "layer", f"routes of other layers: {text}{', ...' * (len(moved) > 4)}", target[:, source]
 
 
 def _run(
@@ -197,28 +199,28 @@ def _run(
         for place, key in zip(places.tolist(), _hash_rows(bits[:, layers]), strict=True)
     ]
     votes = Counter(move for options in moves if len(options) <= 2 for move in options)
-    taken = [max(options, key=lambda move: votes[move], default=(0, 0)) for options in moves]
-    found = np.array([votes[move] >= LEAST_VOTES for move in taken])
-    if found.any():
-        first = int(found.argmax())
-        index, distance = taken[first]
+    best_moves = [max(options, key=lambda move: votes[move], default=(0, 0)) for options in moves]
+    has_moved = np.array([votes[move] >= LEAST_VOTES for move in best_moves])
+    if has_moved.any():
+        first = int(has_moved.argmax())
+        index, distance = best_moves[first]
         whose = "of this micro-batch" if index == nearest[0] else f"of micro-batch {index}"
         text = f"from row {places[first]} on stand rows of other tokens, first row {places[first] + distance} {whose}"
-        yield "run", text, np.where(found[:, None, None], bits, np.uint8(255))
+        yield "run", text, np.where(has_moved[:, None, None], bits, np.uint8(255))
 
 
 def _hash_rows(bits: np.ndarray) -> list[int]:
     return [hash(row.tobytes()) for row in bits]
 
 
-def _judge_rest(micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, wanted: ExpertSets) -> Cause:
+def _judge_rest(micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, target: ExpertSets) -> Cause:
     """A router that chooses by itself misses one expert of a wrong row, and rows of other tokens miss nearly all."""
-    meant = map_of_bits(wanted.bits[_places_in(wanted, places)])
+    meant = map_of_bits(target.bits[_places_in(target, places)])
     top_k = meant.sum(2).max()
     share = float((map_of_bits(bits) & meant)[wrong].sum() / max(1, meant[wrong].sum()))
     # Two rows share an expert with the square of its frequency in the layer.
-    known = wanted.bits[wanted.known.any(1)]
-    by_layer = np.square(map_of_bits(known[:: max(1, len(known) // MOST_ROWS)]).mean(0)).sum(1) / top_k
+    target_bits = target.bits[target.known.any(1)]
+    by_layer = np.square(map_of_bits(target_bits[:: max(1, len(target_bits) // MOST_ROWS)]).mean(0)).sum(1) / top_k
     chance = float(np.broadcast_to(by_layer, wrong.shape)[wrong].mean())
     native = (share - chance) / max(1.0 - 1.0 / top_k - chance, 1e-9)
     text = f"these rows share {share:.0%} of the expected experts, {chance:.0%} would be chance"

@@ -82,7 +82,7 @@ class RoutingReport:
 
 
 def compare_routes(
-    seen: Sequence[ExpertSets],
+    passes: Sequence[ExpertSets],
     expected: Sequence[ExpertSets],
     layers: Sequence[int],
     recomputed: Sequence[ExpertSets] = (),
@@ -94,39 +94,40 @@ def compare_routes(
     layers: numbers of the L layers for the text. draft: experts in prediction layers, which must not be those that a
     decoder layer was expected to use.
     """
-    counts = np.zeros((4, len(seen), len(layers)), np.int64)
+    counts = np.zeros((4, len(passes), len(layers)), np.int64)
     report = RoutingReport(tuple(layers), num_zero_gates, counts[0], counts[1], counts[2], counts[3])
-    if len(seen) != len(expected):
-        report.missing.append(f"{len(seen)} forward passes ran, expected {len(expected)}, one for each micro-batch")
-    for micro, (used, wanted) in enumerate(zip(seen, expected, strict=False)):
-        if used.num_rows != wanted.num_rows:
-            report.missing.append(f"micro-batch {micro}: {used.num_rows} rows ran, the routes have {wanted.num_rows}")
+    if len(passes) != len(expected):
+        report.missing.append(f"{len(passes)} forward passes ran, expected {len(expected)}, one for each micro-batch")
+    for micro, (used, target) in enumerate(zip(passes, expected, strict=False)):
+        if used.num_rows != target.num_rows:
+            report.missing.append(f"micro-batch {micro}: {used.num_rows} rows ran, the routes have {target.num_rows}")
             continue
         absent = [layers[column] for column in np.flatnonzero(~used.known.any(0)).tolist()]
         if absent and used.num_rows:
             report.missing.append(f"micro-batch {micro}: layers {absent} had no forward pass of {used.num_rows} rows")
-        compared, wrong = _compare(used, wanted)
+        compared, wrong = _compare(used, target)
         report.compared[micro], report.right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
         _add_cause(report, f"micro-batch {micro}", micro, used, wrong, expected)
-    for micro, (again, first) in enumerate(zip(recomputed, seen, strict=False)):
+    for micro, (again, first) in enumerate(zip(recomputed, passes, strict=False)):
         if again.num_rows != first.num_rows:
             other = f"recomputation of micro-batch {micro}: {again.num_rows} rows, expected {first.num_rows}"
             report.missing += [other] * (again.num_rows > 0)
             continue
         compared, wrong = _compare(again, first)
         report.recomputed[micro], report.recomputed_right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
-        _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, seen)
+        _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, passes)
     # A pass without rows leaves nothing that could be missing.
-    _check_complete(report, expected, [again for again, first in zip(recomputed, seen, strict=False) if first.num_rows])
+    owed = [again for again, first in zip(recomputed, passes, strict=False) if first.num_rows]
+    _check_complete(report, expected, owed)
     report.causes += _find_borrowed(draft, expected, layers)
     return report
 
 
-def _compare(used: ExpertSets, wanted: ExpertSets) -> tuple[np.ndarray, np.ndarray]:
+def _compare(used: ExpertSets, target: ExpertSets) -> tuple[np.ndarray, np.ndarray]:
     """(bool [R, L], pairs that both know; bool [R, L], those of them that differ)."""
-    index = np.searchsorted(wanted.rows, used.rows)
-    compared = used.known & wanted.known[index]
-    return compared, compared & (used.bits != wanted.bits[index]).any(2)
+    index = np.searchsorted(target.rows, used.rows)
+    compared = used.known & target.known[index]
+    return compared, compared & (used.bits != target.bits[index]).any(2)
 
 
 def _add_cause(
@@ -150,8 +151,8 @@ def _add_cause(
 def _check_complete(report: RoutingReport, expected: Sequence[ExpertSets], recomputed: Sequence[ExpertSets]) -> None:
     if any(sets.num_rows for sets in expected) and not report.compared.sum():
         report.missing.append("no row was compared: no expected row is present, or none belongs to a pass")
-    known = np.array([sets.known.any(0) for sets in recomputed])
-    for layer, column in zip(report.layers, known.T, strict=False):
+    was_recomputed = np.array([sets.known.any(0) for sets in recomputed])
+    for layer, column in zip(report.layers, was_recomputed.T, strict=False):
         if 0 < np.count_nonzero(column) < len(column):
             report.missing.append(
                 f"layer {layer}: {np.count_nonzero(column)} of {len(column)} forward passes were recomputed"
@@ -162,11 +163,11 @@ def _find_borrowed(
     draft: Sequence[ExpertSets], expected: Sequence[ExpertSets], layers: Sequence[int]
 ) -> Iterator[Cause]:
     """Yield a cause for each prediction layer that uses the expected routes of a decoder layer."""
-    for micro, (used, wanted) in enumerate(zip(draft, expected, strict=False)):
-        if used.num_rows != wanted.num_rows:
+    for micro, (used, target) in enumerate(zip(draft, expected, strict=False)):
+        if used.num_rows != target.num_rows:
             continue
-        present = wanted.known[used.rows]
-        same = (used.bits[:, :, None] == wanted.bits[used.rows][:, None]).all(3) & present[:, None]
+        present = target.known[used.rows]
+        same = (used.bits[:, :, None] == target.bits[used.rows][:, None]).all(3) & present[:, None]
         shares = same.sum(0) / np.maximum(1, present.sum(0))
         for layer, column in np.argwhere((shares >= LEAST_EXPLAINED) & (present.sum(0) >= LEAST_VOTES)).tolist():
             text = f"micro-batch {micro}: prediction layer {layer} uses the routes of layer {layers[column]}"

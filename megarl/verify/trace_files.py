@@ -23,7 +23,7 @@ def compare_trace_files(expected: Path, used: Path) -> RoutingReport:
         require_same_tokens(*pair)
     report = compare_traces([first.trace for first, _ in pairs], [second.trace for _, second in pairs], a.info.layers)
     masks = [(first.trace.row_mask, second.trace.row_mask) for first, second in pairs]
-    lost = sum(int((has & ~kept).sum()) for has, kept in masks if len(has) == len(kept))
+    lost = sum(int((mask & ~used_mask).sum()) for mask, used_mask in masks if len(mask) == len(used_mask))
     if lost:
         report.missing.append(f"{used}: {lost:,} rows that {expected} has are missing")
     for file in (a, b):
@@ -41,5 +41,5 @@ def compare_traces(
 
 def _sets_of(trace: RoutingTrace) -> ExpertSets:
     experts, num_rows = trace.experts, len(trace.experts)
-    known = np.broadcast_to(trace.row_mask[:, None], experts.shape[:2])
-    return ExpertSets(bits_of_experts(experts, trace.num_experts), np.arange(num_rows), known, num_rows)
+    has_route = np.broadcast_to(trace.row_mask[:, None], experts.shape[:2])
+    return ExpertSets(bits_of_experts(experts, trace.num_experts), np.arange(num_rows), has_route, num_rows)

@@ -83,13 +83,13 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         """0-based numbers of the MoE layers of the decoder on this rank: the columns of the expected routes."""
         return [(layer.layer_number or 0) - 1 for layer in self._decoder_layers]
 
-    def rows(self, experts: torch.Tensor, *columns: torch.Tensor | None, **named: torch.Tensor | None) -> MicroRoutes:
+    def rows(self, experts: torch.Tensor, *columns: torch.Tensor | None, **masks: torch.Tensor | None) -> MicroRoutes:
         """Cut the rows of this rank out of a whole micro-batch: ``RoutingReplay.rows``, with the same arguments.
         experts: [b, s, L, K], or packed [T, L, K].
         """
         config = self._config
         tp = tp_position() if config.sequence_parallel else (1, 0)
-        return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **named)
+        return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **masks)
 
     def __enter__(self) -> RoutingWatch:
         layers = self._decoder_layers + self._draft_layers if self._on else []
@@ -109,8 +109,8 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
     def __exit__(self, *_: object) -> None:
         self._restore.close()
 
-    def _dispatch(self, original: Any, signature: Any, calls: Any, *positional: Any, **named: Any) -> Any:
-        arguments = signature.bind(None, *positional, **named).arguments
+    def _dispatch(self, original: Any, signature: Any, calls: Any, *positional: Any, **keywords: Any) -> Any:
+        arguments = signature.bind(None, *positional, **keywords).arguments
         routing_map, gates = arguments["routing_map"].detach(), arguments["probs"].detach()
         hidden = [*arguments.values()][1].detach().reshape(-1)  # its name differs between dispatchers
         stride = 1 if self._most_rows is None else max(1, -(-len(routing_map) // self._most_rows))
@@ -121,7 +121,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         num_zero_gates = (rows & (gates == 0)).sum()
         call = _Call(len(routing_map), stride, pack_bits(rows), num_zero_gates, fingerprint)
         calls[is_recomputation].append(call)
-        return original(*positional, **named)
+        return original(*positional, **keywords)
 
     def report(self, expected: Sequence[MicroRoutes]) -> RoutingReport:
         """Compare the forward passes with ``expected``, and every recomputation with its forward pass.
@@ -151,7 +151,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
 
 
 def _moe_layers(module: torch.nn.Module) -> list[BaseMoELayer]:
-    return [part for part in module.modules() if isinstance(part, BaseMoELayer)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, BaseMoELayer)]
 
 
 def _entrance(layer: BaseMoELayer) -> str:
@@ -169,8 +169,8 @@ def _put_back(dispatcher: Any, name: str, attribute: Any) -> None:
 def _sets_of(routes: MicroRoutes, num_experts: int) -> ExpertSets:
     experts = routes.experts.cpu().numpy()
     present = np.ones(len(experts), bool) if routes.present is None else routes.present.cpu().numpy()
-    known = np.broadcast_to(present[:, None], experts.shape[:2])
-    return ExpertSets(bits_of_experts(experts, num_experts), np.arange(len(experts)), known, len(experts))
+    is_known = np.broadcast_to(present[:, None], experts.shape[:2])
+    return ExpertSets(bits_of_experts(experts, num_experts), np.arange(len(experts)), is_known, len(experts))
 
 
 def _in_order_of(forward: Sequence[_Call], recomputed: Sequence[_Call]) -> list[_Call | None]:
@@ -178,9 +178,9 @@ def _in_order_of(forward: Sequence[_Call], recomputed: Sequence[_Call]) -> list[
     ordered: list[_Call | None] = [None] * len(forward)
     if not forward or not recomputed:
         return ordered
-    known, again = (torch.stack([call.fingerprint for call in calls]).cpu() for calls in (forward, recomputed))
+    is_known, again = (torch.stack([call.fingerprint for call in calls]).cpu() for calls in (forward, recomputed))
     for call, fingerprint in zip(recomputed, again, strict=True):
-        gaps = (known - fingerprint).abs().sum(1).tolist()
+        gaps = (is_known - fingerprint).abs().sum(1).tolist()
         order = [(forward[n].num_rows != call.num_rows, gap, ordered[n] is not None) for n, gap in enumerate(gaps)]
         best = min(order)
         nearest = [micro for micro, place in enumerate(order) if place == best]
@@ -201,8 +201,8 @@ def _by_micro_batch(calls: Sequence[Sequence[_Call | None]]) -> list[ExpertSets]
         same = [call if call is not None and call.num_rows == first.num_rows else None for call in by_layer]
         bits = [torch.zeros_like(first.bits) if call is None else call.bits for call in same]
         rows = np.arange(0, first.num_rows, first.stride)
-        known = np.broadcast_to([call is not None for call in same], (len(rows), len(same)))
-        stacked.append(ExpertSets(torch.stack(bits, 1).cpu().numpy(), rows, known, first.num_rows))
+        is_known = np.broadcast_to([call is not None for call in same], (len(rows), len(same)))
+        stacked.append(ExpertSets(torch.stack(bits, 1).cpu().numpy(), rows, is_known, first.num_rows))
     return stacked
 
 
