@@ -72,7 +72,8 @@ class RoutingReport:
         ]
         if self.recomputed.any():
             same, total = self.recomputed_right.sum(), self.recomputed.sum()
-            lines.append(f"recomputed: {same:,} of {total:,} rows equal their forward pass")
+            num_passes = f"{np.count_nonzero(self.recomputed.any(1))} of {len(self.recomputed)} passes"
+            lines.append(f"recomputed: {same:,} of {total:,} rows equal their forward pass, in {num_passes}")
         if self.num_zero_gates:
             lines.append(f"gate weights: {self.num_zero_gates:,} are exactly 0: these experts count nothing")
         lines += self.missing
@@ -116,9 +117,8 @@ def compare_routes(
         compared, wrong = _compare(again, first)
         report.recomputed[micro], report.recomputed_right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
         _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, passes)
-    # A pass without rows leaves nothing that could be missing.
-    owed = [again for again, first in zip(recomputed, passes, strict=False) if first.num_rows]
-    _check_complete(report, expected, owed)
+    if any(sets.num_rows for sets in expected) and not report.compared.sum():
+        report.missing.append("no row was compared: no expected row is present, or none belongs to a pass")
     report.causes += _find_borrowed(draft, expected, layers)
     return report
 
@@ -146,17 +146,6 @@ def _add_cause(
         cause = find_cause(micro, used, wrong, expected, micro)
         text = f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"
         report.causes.append(Cause(cause.kind, micro, cause.explained, text))
-
-
-def _check_complete(report: RoutingReport, expected: Sequence[ExpertSets], recomputed: Sequence[ExpertSets]) -> None:
-    if any(sets.num_rows for sets in expected) and not report.compared.sum():
-        report.missing.append("no row was compared: no expected row is present, or none belongs to a pass")
-    was_recomputed = np.array([sets.known.any(0) for sets in recomputed])
-    for layer, column in zip(report.layers, was_recomputed.T, strict=False):
-        if 0 < np.count_nonzero(column) < len(column):
-            report.missing.append(
-                f"layer {layer}: {np.count_nonzero(column)} of {len(column)} forward passes were recomputed"
-            )
 
 
 def _find_borrowed(
