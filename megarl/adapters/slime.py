@@ -113,20 +113,22 @@ def before_log_prob(args: Namespace, model: Any, store_prefix: str) -> None:
 
 def finish() -> None:
     """Report on the watched step, if any; a collective call of all ranks. ReplayError as in ``before_train_step``."""
-    for watch, starts in [_open.pop()] if _open else []:
-        watch.__exit__(None, None, None)
-        replay, routes, start = starts[0]
-        is_running = replay.top_indices_list is routes and replay.forward_index > start
-        stop = replay.forward_index if is_running else len(routes)  # after the last step of a rollout the list is new
-        experts = [torch.stack([routes[micro] for _, routes, _ in starts], 1) for micro in range(start, stop)]
-        # miles marks padding with -1.
-        report = watch.report([MicroRoutes(one.clamp(min=0), (one >= 0).flatten(1).all(1)) for one in experts])
-        logging.getLogger(__name__).info("%s", report)
-        num_wrong = torch.tensor(int(not report.is_right), device="cuda" if torch.cuda.is_available() else "cpu")
-        torch.distributed.all_reduce(num_wrong)
-        report.require()
-        if num_wrong.item():
-            raise ReplayError(f"{num_wrong.item()} other ranks found wrong routes: their messages name the cause")
+    if not _open:
+        return
+    watch, starts = _open.pop()
+    watch.__exit__(None, None, None)
+    replay, routes, start = starts[0]
+    is_running = replay.top_indices_list is routes and replay.forward_index > start
+    stop = replay.forward_index if is_running else len(routes)  # after the last step of a rollout the list is new
+    experts = [torch.stack([routes[micro] for _, routes, _ in starts], 1) for micro in range(start, stop)]
+    # miles marks padding with -1.
+    report = watch.report([MicroRoutes(one.clamp(min=0), (one >= 0).flatten(1).all(1)) for one in experts])
+    logging.getLogger(__name__).info("%s", report)
+    num_wrong = torch.tensor(int(not report.is_right), device="cuda" if torch.cuda.is_available() else "cpu")
+    torch.distributed.all_reduce(num_wrong)
+    report.require()
+    if num_wrong.item():
+        raise ReplayError(f"{num_wrong.item()} other ranks found wrong routes: their messages name the cause")
 
 
 def _stack() -> str:

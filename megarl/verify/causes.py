@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.verify.expert_sets import ExpertSets, list_experts, map_of_bits
+from megarl.verify.expert_sets import ExpertSets, bits_of_map, list_experts, map_of_bits
 
 MOST_ROWS = 512  # wrong rows that the hypotheses look at
 MOST_SHIFT = 64  # rows
@@ -63,29 +63,27 @@ _Prediction = tuple[str, str, np.ndarray]
 """Kind, sentence, predicted bits [R, L, B]."""
 
 
-def find_cause(
-    micro: int, used_sets: ExpertSets, wrong: np.ndarray, expected: Sequence[ExpertSets], target_index: int
-) -> Cause:
+def find_cause(micro: int, used_sets: ExpertSets, wrong: np.ndarray, expected: Sequence[ExpertSets]) -> Cause:
     """Return the first hypothesis that predicts the wrong pairs bool [R, L], of which there is at least one.
 
-    target_index: which of ``expected`` the rows should have been.
+    micro: which of ``expected`` the rows should have been.
     """
     rows = np.flatnonzero(wrong.any(1))
     if len(rows) > MOST_ROWS:
         rows = rows[np.arange(MOST_ROWS) * len(rows) // MOST_ROWS]
     bits, places, wrong = used_sets.bits[rows], used_sets.rows[rows], wrong[rows]
-    for kind, text, predicted in _predict(bits, places, wrong, expected, target_index):
+    for kind, text, predicted in _predict(micro, bits, places, wrong, expected):
         explained = float((predicted == bits).all(2)[wrong].mean())
         if explained >= LEAST_EXPLAINED:
             return Cause(kind, micro, explained, text)
-    return _judge_rest(micro, bits, places, wrong, expected[target_index])
+    return _judge_rest(micro, bits, places, wrong, expected[micro])
 
 
 def _predict(
-    bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], target_index: int
+    micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets]
 ) -> Iterator[_Prediction]:
     """Yield all hypotheses, simple ones first."""
-    target = expected[target_index]
+    target = expected[micro]
     meant = target.bits[_places_in(target, places)]
     for look in (_constant, _renumbered):
         yield from look(bits, meant, wrong)
@@ -99,7 +97,7 @@ def _predict(
             order = np.arange(target.num_rows).reshape(width, -1).T.ravel()
             text = f"rows are in the order of [{width}, {target.num_rows // width}] transposed"
             yield "transposed", text, _rows_of(target, order[places])
-    nearest = sorted(range(len(expected)), key=lambda index: abs(index - target_index))[:MOST_MICRO_BATCHES]
+    nearest = sorted(range(len(expected)), key=lambda index: abs(index - micro))[:MOST_MICRO_BATCHES]
     nearest = [one for one in nearest if expected[one].num_rows and expected[one].bits.shape[1:] == bits.shape[1:]]
     for other in nearest[1:]:
         yield "micro_batch", f"these are the routes of micro-batch {other}", _rows_of(expected[other], places)
@@ -128,7 +126,7 @@ def _constant(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iterat
         yield "empty", "these tokens reach no expert at all", predicted
     elif all(list_experts(row) == list(range(size)) for row, size in zip(common[wrong.any(0)], sizes, strict=True)):
         yield "zeros", f"these rows are the experts {first}, as zeros or padding would be", predicted
-    elif wrong.any(1).sum() >= 4 and len(np.unique(target.reshape(len(target), -1), axis=0)) > 1:
+    elif wrong.any(1).sum() >= LEAST_VOTES and len(np.unique(target.reshape(len(target), -1), axis=0)) > 1:
         yield "constant", f"these rows are all equal, experts {first} in the first layer", predicted
 
 
@@ -149,7 +147,7 @@ def _renumbered(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iter
             low[..., : block.shape[2]] |= block
         predicted = np.zeros_like(meant)
         predicted[..., :256] = low
-        yield "low_byte", "expert numbers are cut to 8 bits: numbers above 255 lost 256", _pack(predicted)
+        yield "low_byte", "expert numbers are cut to 8 bits: numbers above 255 lost 256", bits_of_map(predicted)
     predicted, evidence, example = np.zeros_like(meant), 0, ""
     for layer in np.flatnonzero(wrong.any(0)):
         rows = wrong[:, layer]
@@ -162,11 +160,11 @@ def _renumbered(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iter
             if number[expert] != expert:
                 example = example or f"{expert} became {number[expert]}"
     if evidence > 0:
-        yield "renumbered", f"the same experts have other numbers ({example}), such as physical ids", _pack(predicted)
-
-
-def _pack(routing_map: np.ndarray) -> np.ndarray:
-    return np.packbits(routing_map, axis=-1, bitorder="little")
+        yield (
+            "renumbered",
+            f"the same experts have other numbers ({example}), such as physical ids",
+            bits_of_map(predicted),
+        )
 
 
 def _other_layers(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:

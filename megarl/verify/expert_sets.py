@@ -27,6 +27,11 @@ def map_of_bits(bits: np.ndarray) -> np.ndarray:
     return np.unpackbits(bits, axis=-1, bitorder="little").astype(bool)
 
 
+def bits_of_map(routing_map: np.ndarray) -> np.ndarray:
+    """Return uint8 [..., B] of bool [..., E], the inverse of ``map_of_bits``."""
+    return np.packbits(routing_map, axis=-1, bitorder="little")
+
+
 def list_experts(bits: np.ndarray) -> list[int]:
     """Return the expert numbers of one set, uint8 [B], in ascending order."""
     return np.flatnonzero(map_of_bits(bits)).tolist()
@@ -44,6 +49,12 @@ class ExpertSets:
     """bool [R, L], False where nothing is known: a missing row, a layer that was not called."""
     num_rows: int
     """T."""
+
+    @classmethod
+    def of_experts(cls, experts: np.ndarray, num_experts: int, present: np.ndarray) -> ExpertSets:
+        """Return all rows of expert numbers [T, L, K]; rows without ``present`` bool [T] are not known."""
+        known = np.broadcast_to(present[:, None], experts.shape[:2])
+        return cls(bits_of_experts(experts, num_experts), np.arange(len(experts)), known, len(experts))
 
     @classmethod
     def unknown(cls, num_layers: int) -> ExpertSets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -143,9 +143,8 @@ def _add_cause(
             f"{list_experts(used.bits[row, column])}, expected {list_experts(meant)}"
         )
     if len(report.causes) < MOST_CAUSES:
-        cause = find_cause(micro, used, wrong, expected, micro)
-        text = f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"
-        report.causes.append(Cause(cause.kind, micro, cause.explained, text))
+        cause = find_cause(micro, used, wrong, expected)
+        report.causes.append(replace(cause, text=f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"))
 
 
 def _find_borrowed(

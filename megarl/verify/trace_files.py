@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from megarl.routes.trace import RoutingTrace
 from megarl.routes.trace_file import common_names, read_traces, require_same_tokens
-from megarl.verify.expert_sets import ExpertSets, bits_of_experts
+from megarl.verify.expert_sets import ExpertSets
 from megarl.verify.report import RoutingReport, compare_routes
 
 
@@ -36,10 +34,8 @@ def compare_traces(
     expected: Sequence[RoutingTrace], used: Sequence[RoutingTrace], layers: Sequence[int]
 ) -> RoutingReport:
     """Compare traces by place; rows that one of a pair does not have are not compared."""
-    return compare_routes([_sets_of(trace) for trace in used], [_sets_of(trace) for trace in expected], layers)
-
-
-def _sets_of(trace: RoutingTrace) -> ExpertSets:
-    experts, num_rows = trace.experts, len(trace.experts)
-    has_route = np.broadcast_to(trace.row_mask[:, None], experts.shape[:2])
-    return ExpertSets(bits_of_experts(experts, trace.num_experts), np.arange(num_rows), has_route, num_rows)
+    used_sets, expected_sets = (
+        [ExpertSets.of_experts(trace.experts, trace.num_experts, trace.row_mask) for trace in traces]
+        for traces in (used, expected)
+    )
+    return compare_routes(used_sets, expected_sets, layers)

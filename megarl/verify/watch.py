@@ -24,7 +24,7 @@ from megarl.files.hf_config import MoeShape
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, tp_position, unwrap
 from megarl.replay.records import MicroRoutes
-from megarl.verify.expert_sets import ExpertSets, bits_of_experts
+from megarl.verify.expert_sets import ExpertSets
 from megarl.verify.report import RoutingReport, compare_routes
 
 FINGERPRINT = 64
@@ -167,10 +167,8 @@ def _put_back(dispatcher: Any, name: str, attribute: Any) -> None:
 
 
 def _sets_of(routes: MicroRoutes, num_experts: int) -> ExpertSets:
-    experts = routes.experts.cpu().numpy()
-    present = np.ones(len(experts), bool) if routes.present is None else routes.present.cpu().numpy()
-    is_known = np.broadcast_to(present[:, None], experts.shape[:2])
-    return ExpertSets(bits_of_experts(experts, num_experts), np.arange(len(experts)), is_known, len(experts))
+    present = np.ones(len(routes.experts), bool) if routes.present is None else routes.present.cpu().numpy()
+    return ExpertSets.of_experts(routes.experts.cpu().numpy(), num_experts, present)
 
 
 def _in_order_of(forward: Sequence[_Call], recomputed: Sequence[_Call]) -> list[_Call | None]:
@@ -178,9 +176,9 @@ def _in_order_of(forward: Sequence[_Call], recomputed: Sequence[_Call]) -> list[
     ordered: list[_Call | None] = [None] * len(forward)
     if not forward or not recomputed:
         return ordered
-    is_known, again = (torch.stack([call.fingerprint for call in calls]).cpu() for calls in (forward, recomputed))
-    for call, fingerprint in zip(recomputed, again, strict=True):
-        gaps = (is_known - fingerprint).abs().sum(1).tolist()
+    firsts, repeats = (torch.stack([call.fingerprint for call in calls]).cpu() for calls in (forward, recomputed))
+    for call, fingerprint in zip(recomputed, repeats, strict=True):
+        gaps = (firsts - fingerprint).abs().sum(1).tolist()
         order = [(forward[n].num_rows != call.num_rows, gap, ordered[n] is not None) for n, gap in enumerate(gaps)]
         best = min(order)
         nearest = [micro for micro, place in enumerate(order) if place == best]
