@@ -21,6 +21,11 @@ def tp_position() -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
+def split_position(config: Any) -> tuple[int, int]:
+    """Return ``tp_position()`` where sequence parallelism divides the rows of routers, else (1, 0)."""
+    return tp_position() if config.sequence_parallel else (1, 0)
+
+
 def cp_position() -> tuple[int, int]:
     """Return (size of this rank's context-parallel group, this rank in it)."""
     return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()

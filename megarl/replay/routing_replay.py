@@ -20,7 +20,7 @@ from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers
 from megarl.replay.hooks import Hook, count_dispatched, count_natively, tap
 from megarl.replay.layout import local_rows
-from megarl.replay.megatron_state import cp_position, tp_position, unwrap
+from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.pass_log import PassLog
 from megarl.replay.records import MicroRoutes, Recording
 from megarl.replay.sessions import Recorder, Replayer
@@ -106,7 +106,7 @@ class RoutingReplay:
         ``cu_seqlens_padded``: those with padding, as in Megatron's PackedSeqParams; one more sequence may stand for
         padding at the end. ReplayError if shapes do not fit.
         """
-        tp = tp_position() if self._config.sequence_parallel else (1, 0)
+        tp = split_position(self._config)
         columns = experts, present, token_ids, cu_seqlens, cu_seqlens_padded
         return local_rows(self.shape, self.layers, tp, cp_position(), *columns)
 

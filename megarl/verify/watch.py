@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
 from megarl.replay.layout import local_rows
-from megarl.replay.megatron_state import cp_position, tp_position, unwrap
+from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.records import MicroRoutes
 from megarl.verify.expert_sets import ExpertSets
 from megarl.verify.report import RoutingReport, compare_routes
@@ -88,7 +88,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         experts: [b, s, L, K], or packed [T, L, K].
         """
         config = self._config
-        tp = tp_position() if config.sequence_parallel else (1, 0)
+        tp = split_position(config)
         return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **masks)
 
     def __enter__(self) -> RoutingWatch:
