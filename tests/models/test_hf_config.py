@@ -62,6 +62,7 @@ def _build(config: Any) -> Facts:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     inner = model.model
     rotary, layer = type(inner.rotary_emb)(config), inner.layers[-1]
+    window = getattr(config, "sliding_window", None)
     moe = [index for index, one in enumerate(inner.layers) if hasattr(one.mlp, "experts")]
     facts: Facts = {
         "parameters": _unfused(model, config),
@@ -73,7 +74,7 @@ def _build(config: Any) -> Facts:
         "tied": config.tie_word_embeddings,
         "positions": config.max_position_embeddings,
         "activation": config.hidden_act,
-        "window": getattr(layer.self_attn, "sliding_window", None) or getattr(config, "sliding_window", None) or None,
+        "windows": tuple(getattr(one.self_attn, "sliding_window", window) or None for one in inner.layers),
         "clip": getattr(config, "clip_qkv", None),
         "interleaved": getattr(config, "rope_interleave", None),
     }
@@ -84,26 +85,28 @@ def _build(config: Any) -> Facts:
         block = inner.layers[moe[-1]].mlp
         names = ("top_k", "norm_topk_prob", "topk_group", "routed_scaling_factor")
         # Releases of transformers have them in the block or in its router.
-        facts["router"] = {name: getattr(block, name, getattr(block.gate, name, None)) for name in names}
+        gate = getattr(block, "gate", None) or block.router
+        facts["router"] = {name: getattr(block, name, getattr(gate, name, None)) for name in names}
         facts["router"]["n_group"] = getattr(config, "n_group", None)
     return facts
 
 
 def _unfused(model: Any, config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes as published checkpoints have them: each expert by itself, the tied output layer left out."""
-    is_mixtral = config.model_type == "mixtral"
+    is_mixtral, is_fused = config.model_type == "mixtral", config.model_type == "gpt_oss"
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, tensor in model.state_dict().items():
         name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
         parent, _, last = name.rpartition(".")
-        for expert in range(len(tensor) if parent.endswith(".experts") else 0):
+        of_experts = parent.endswith(".experts") and not is_fused
+        for expert in range(len(tensor) if of_experts else 0):
             rows, columns = tensor.shape[1:]
             if last == "down_proj":
                 found[f"{parent}.{expert}.{down}.weight"] = (rows, columns)
             else:
                 found |= {f"{parent}.{expert}.{half}.weight": (rows // 2, columns) for half in (gate, up)}
-        if not parent.endswith(".experts") and not (name == "lm_head.weight" and config.tie_word_embeddings):
+        if not of_experts and not (name == "lm_head.weight" and config.tie_word_embeddings):
             found[name] = tuple(tensor.shape)
     return found
 
@@ -119,16 +122,18 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
     frequencies, rotary_scale = plain.inv_freq.double(), 1.0
     depth = fields["qk_head_dim"] + width if is_latent else width
     attention_scale = depth**-0.5
-    if fields.get("rope_type") == "yarn":
-        factor, all_dim = fields["rotary_scaling_factor"], fields["mscale_all_dim"]
+    if fields.get("rope_type") == "yarn" or "yarn_beta_fast" in fields:
+        own = {name.removeprefix("yarn_"): value for name, value in fields.items()}
+        factor, all_dim = own["rotary_scaling_factor"], own["mscale_all_dim"]
         bounds = yarn._yarn_find_correction_range(
-            fields["beta_fast"], fields["beta_slow"], width, fields["rotary_base"],
-            fields["original_max_position_embeddings"],
+            own["beta_fast"], own["beta_slow"], width, shape.rotary_base,
+            own["original_max_position_embeddings"], own.get("correction_range_round_to_int", True),
         )  # fmt: skip
         ramp = yarn._yarn_linear_ramp_mask(*bounds, width // 2, torch.device("cpu"))
         frequencies = frequencies / factor * ramp + frequencies * (1 - ramp)
-        rotary_scale = yarn._yarn_get_concentration_factor(factor, fields["mscale"], all_dim)
-        attention_scale *= yarn._yarn_get_mscale(factor, all_dim) ** 2
+        rotary_scale = yarn._yarn_get_concentration_factor(factor, own["mscale"], all_dim)
+        attention_scale *= yarn._yarn_get_mscale(factor, all_dim) ** 2 if is_latent else 1
+    window, has_window = fields.get("window_size"), fields.get("window_attn_skip_freq", [0] * shape.num_layers)
     facts: Facts = {
         "parameters": hf_shapes(shape),
         "frequencies": frequencies,
@@ -139,7 +144,7 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
         "tied": shape.tied_embeddings,
         "positions": shape.max_sequence_length,
         "activation": "silu",
-        "window": None,
+        "windows": tuple(window[0] + 1 if window and has else None for has in has_window),
         "clip": None,
         "interleaved": True if is_latent else None,
     }
@@ -149,7 +154,7 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
     elif fields["qk_layernorm"]:
         facts["epsilon of q_norm"] = fields["layernorm_epsilon"]
     if shape.moe_layers:
-        is_sigmoid, is_mixtral = "moe_router_score_function" in fields, shape.family == "mixtral"
+        is_sigmoid, is_mixtral = "moe_router_score_function" in fields, shape.family in ("mixtral", "gpt_oss")
         facts["router"] = {
             "top_k": shape.topk,
             "norm_topk_prob": None if is_mixtral else is_sigmoid or not fields["moe_router_pre_softmax"],
@@ -325,7 +330,7 @@ def test_every_key_is_read_as_transformers_reads_it_or_refused_by_name(
     assert num_refused > 200
 
 
-@pytest.mark.parametrize("name", ["kimi_k2 5", "kimi_k2 4"])
+@pytest.mark.parametrize("name", ["kimi_k2 5", "kimi_k2 4", "gpt_oss 5"])
 def test_yarn_scales_as_in_transformers_or_is_refused(name: str, tmp_path: Path) -> None:
     """transformers scales cosines and scores by both mscales, by the factor alone where one is absent."""
     place = next(place for place in ROPE_PLACES if BASES[name].get(place))
@@ -339,7 +344,9 @@ def test_yarn_scales_as_in_transformers_or_is_refused(name: str, tmp_path: Path)
             num_equal += 1
         except ConfigError:
             continue
-    assert num_equal == 2 * (1 + 4)  # equal mscales, as 1 and 1.0 are, without an attention factor or with null
+    # Equal mscales, as 1 and 1.0 are, in latent attention; each, or both, null or left out in grouped attention. All of
+    # that without an attention factor, or with null.
+    assert num_equal == 2 * (1 + 4 if name.startswith("kimi") else 9 + 12 + 4)
 
 
 @pytest.mark.parametrize("name", BASES)
