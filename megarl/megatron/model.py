@@ -173,6 +173,8 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             if isinstance(module, RowParallelLinear) and module.is_expert:
                 # Experts of local layers add their bias in place, to what autograd takes for a view of the product.
                 module.register_forward_hook(lambda _, __, result: (result[0].clone(), result[1]))
+                # Marked as a copy, its gradient would be summed with that of another expert.
+                vars(module.bias)["sequence_parallel"] = False
         if config.moe_router_enable_expert_bias:
             _fix_expert_bias(chunk)
         if config.multi_latent_attention and uses_te(shape):
