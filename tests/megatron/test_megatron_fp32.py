@@ -91,7 +91,7 @@ def test_the_list_is_what_megatron_makes_in_fp32_and_no_wrapper_casts_it(
     ends = {name.rpartition(".")[2] for name in listed(floating)}
     counts = {"local_tokens_per_expert", "expert_bias"} if model in WITH_BIASES else set()
     counts |= {"global_tokens_per_expert", "ga_steps"} if policy.shape.moe_layers else set()
-    assert ends == counts | ({"cos_cached", "sin_cached"} if model == "kimi_k2" else set())
+    assert ends == counts | ({"cos_cached", "sin_cached"} if model in ("kimi_k2", "gpt_oss") else set())
 
 
 @pytest.mark.sglang
