@@ -52,7 +52,7 @@ def for_layout(config: Config, shape: "ModelShape", layout: Layout) -> Iterator[
     yield _uneven("experts", shape.num_experts, "parallel.ep", layout.ep)
     yield (
         shape.num_experts and shape.fields.get("add_bias_linear") and layout.etp > 1,
-        f"parallel.etp: found {layout.etp} (by default parallel.tp), expected 1: Megatron divides no experts with biases",
+        f"parallel.etp: found {layout.etp} (by default parallel.tp), expected 1: experts with biases are not cut",
     )
     for name, width in _cut_widths(shape):
         key, num = ("parallel.etp", layout.etp) if name.startswith("the experts") else ("parallel.tp", layout.tp)
