@@ -111,7 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
         {**_COMMON, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 3}
-        | {"rope_parameters": _YARN_OF_GPT_OSS},
+        | {"rope_parameters": _YARN_OF_GPT_OSS, "swiglu_limit": 7.0},
     ),
 }
 """Name -> (transformers' model type, its config)."""
