@@ -16,11 +16,13 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.errors import ConfigError
 from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
+from megarl.stand_ins.sparse_attention import SparseAttention, SparseLatentAttention
 from megarl.stand_ins.te import uses_te
 
 
@@ -95,6 +97,13 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         layer.submodules.self_attention.module = _LatentAttention
     if uses_te(shape):
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
+    first = get_transformer_layer_offset(config, vp_stage)
+    if layers and shape.indexer_layers and first not in shape.indexer_layers:
+        raise ConfigError(
+            f"layer {first}, the first of a pipeline stage, attends to the keys that an earlier layer selects, expected "
+            f"one of the layers with an indexer {[*shape.indexer_layers]}; change parallel.pp, vpp or "
+            "megatron.num_layers_in_first_pipeline_stage"
+        )
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
@@ -107,6 +116,10 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             norm = ModuleSpec(RMSNorm, params={"own_eps": shape.latent_norm_epsilon})
             attention.kv_layernorm = norm
             attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm  # 0.19 refuses an unused one
+            if shape.indexer_layers:
+                sparse = {"indexer_layers": shape.indexer_layers, "interleaved": shape.indexer_interleaved}
+                attention.core_attention = ModuleSpec(SparseAttention, params=sparse)
+                layer.submodules.self_attention.module = SparseLatentAttention
         elif config.qk_layernorm and shape.norm_over_heads:
             attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})

@@ -7,7 +7,8 @@ tensor parallelism needs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ class PackedSequences(PackedSeqParams):
     length_buckets: tuple[Tensor, ...] = ()
     from_ranks: Tensor | None = None
     """int64 [S]: index that puts the tokens of all context-parallel ranks, in rank order, into packed order."""
+    selected: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> positions of the keys that the layer's indexer selected for each query, int32 [S / cp, top-k]."""
 
     @staticmethod
     def of(cu_seqlens: Tensor, cp_size: int = 1, device: torch.device | int | str = "cpu") -> PackedSequences:
@@ -118,38 +121,46 @@ class PackedAttention(torch.nn.Module):
         """Return [T, heads * d], see the class."""
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
-        if self.cp_group is not None:
-            return self._across_ranks(query, key, value, packed_seq_params)
-        if packed_seq_params is None:  # [s, b, h, d] -> [b, s, h, d]
+        if packed_seq_params is None and self.cp_group is None:  # [s, b, h, d] -> [b, s, h, d]
             out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)))
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
-        buckets = getattr(packed_seq_params, "length_buckets", ()) or length_buckets(packed_seq_params.cu_seqlens_q)
-        outputs = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
-        order = torch.cat([rows.flatten() for rows in buckets])
-        return torch.cat(outputs)[torch.argsort(order)].flatten(1)
-
-    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams | None) -> Tensor:
-        """Local queries [T / cp, heads, d] against the keys and values of all context-parallel ranks."""
-        if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
-            raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
-        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        key, value = (
-            gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
-            for column in (key, value)
-        )
+        key, value = (self._of_all_ranks(column, packed_seq_params) for column in (key, value))
         outputs, order = [], []
-        for rows in packing.length_buckets:
-            length = rows.size(1)
-            # Positions of this rank's queries in the sequence; computed on the host, where the length is known.
-            position = to_device(zigzag_indices(torch.tensor([0, length]), size, rank), rows.device)
-            local_rows = rows[:, :1] // size + torch.arange(position.numel(), device=rows.device)
-            visible = torch.arange(length, device=rows.device) <= position[:, None]
-            outputs.append(self._attend(query[local_rows], key[rows], value[rows], visible).flatten(0, 1))
-            order.append(local_rows.flatten())
+        for rows, keys, positions in self._sequences(packed_seq_params):
+            visible = self._visible(rows, keys, positions, packed_seq_params)
+            outputs.append(self._attend(query[rows], key[keys], value[keys], visible).flatten(0, 1))
+            order.append(rows.flatten())
         return torch.cat(outputs)[torch.argsort(torch.cat(order))].flatten(1)
 
+    def _of_all_ranks(self, column: Tensor, packing: PackedSeqParams | None) -> Tensor:
+        """[T / cp, ...] -> [T, ...] in packed order, with the tokens of all context-parallel ranks."""
+        if self.cp_group is None:
+            return column
+        if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
+            raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
+        return gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
+
+    def _sequences(self, packing: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield for the n sequences of each length: rows of this rank's queries [n, q], rows of the keys [n, length],
+        and the positions of the queries in their sequence [q]; None without context parallelism, where q = length.
+        """
+        buckets = getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q)
+        if self.cp_group is None:
+            yield from ((rows, rows, None) for rows in buckets)
+            return
+        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        for keys in buckets:
+            # Computed on the host, where the length is known.
+            positions = to_device(zigzag_indices(torch.tensor([0, keys.size(1)]), size, rank), keys.device)
+            yield keys[:, :1] // size + torch.arange(positions.numel(), device=keys.device), keys, positions
+
+    def _visible(self, rows: Tensor, keys: Tensor, positions: Tensor | None, packing: Any) -> Tensor | None:
+        """Return which keys of its sequence a query attends to, bool [..., q, length]; None for all up to itself."""
+        del rows, packing
+        return None if positions is None else torch.arange(keys.size(1), device=keys.device) <= positions[:, None]
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
-        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [q, k] says otherwise."""
+        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [..., q, k] says otherwise."""
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
