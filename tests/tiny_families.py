@@ -37,7 +37,7 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
 }
-_INDEXER: dict[str, Any] = {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 8, "num_experts": 8}
+_INDEXER: dict[str, Any] = {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 8}
 """Fewer keys than the tests' sequences have; enough heads that no score is 0 by the relu of every head."""
 _DENSE_FIRST = ["dense", "sparse", "sparse", "sparse"]
 YARN = {
@@ -78,7 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kimi_k2": ("deepseek_v3", {**_LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
     "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": _DENSE_FIRST}),
-    "deepseek_v32": ("deepseek_v32", {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "deepseek_v32": ("deepseek_v32", {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2, "num_experts": 8, "rope_parameters": YARN}),
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**_LATENT, **_INDEXER, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "indexer_rope_interleave": False}

@@ -19,7 +19,7 @@ from megarl.files import hf_config
 from megarl.files.hf_config import family_entry, hf_name
 from megarl.models.shapes import ModelShape
 
-Scope = Literal["model", "layer", "full", "linear", "moe", "dense", "expert", "experts"]
+Scope = Literal["model", "layer", "full", "linear", "moe", "dense", "expert", "experts", "indexer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Rule:
     layout: str
     """Key of LAYOUTS."""
     scope: Scope
-    """Once; in every layer, in layers with softmax or with linear attention only, in MoE or dense layers only; once per
-    expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a layer, [E, ...]."""
+    """Once; in every layer, in layers with softmax or with linear attention only, in MoE or dense layers only, in layers with an indexer;
+    once per expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a layer, [E, ...]."""
     when: str = ""
     """Applies only if this field of the shape is set; with "no " in front, only if the field is not set."""
 
@@ -51,7 +51,7 @@ class Rule:
         """
         layers = set(range(1 if self.scope == "model" else shape.num_layers))
         moe, linear = layers & {*shape.moe_layers}, layers & {*shape.linear_layers}
-        of_scope = {"dense": layers - moe, "full": layers - linear, "linear": linear}
+        of_scope = {"dense": layers - moe, "full": layers - linear, "linear": linear, "indexer": shape.indexer_layers}
         of_scope |= dict.fromkeys(("moe", "expert", "experts"), moe)
         yield from product(
             sorted(of_scope.get(self.scope, layers)), range(shape.num_experts if self.scope == "expert" else 1)
@@ -158,6 +158,9 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
             "q": heads * (plain + rotated),
             "kv_up": heads * (plain + value),
             "attention": heads * value,
+            "index_head": fields.get("dsa_indexer_head_dim"),
+            "index_heads": fields.get("dsa_indexer_n_heads"),
+            "index_q": fields.get("dsa_indexer_head_dim", 0) * fields.get("dsa_indexer_n_heads", 0),
         }
     else:
         width = fields["kv_channels"]

@@ -42,6 +42,10 @@ class ModelShape:
     """Of latent queries, keys and values, if different from the other norms."""
     norm_over_heads: bool = False
     """Query and key norms run over all heads together."""
+    indexer_layers: tuple[int, ...] = ()
+    """0-based, layers of sparse attention that select keys; the other layers attend to the keys of the last one."""
+    indexer_interleaved: bool = False
+    """The indexer rotates neighbouring values, not halves."""
     rope_factor: float | None = None
     """Of Llama 3.1's scaling of rotary frequencies; None without scaling."""
 
@@ -149,8 +153,9 @@ def _flag(hf: HFConfig, trait: str | bool) -> bool:
 
 
 def _layers(hf: HFConfig) -> dict[str, Any]:
-    if hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
-        raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
+    kind = "deepseek_sparse_attention" if hf.get("index_topk") else "full_attention"
+    if hf["layer_types"] not in (None, [kind] * hf["num_hidden_layers"]):
+        raise ConfigError(f"layer_types is {hf['layer_types']}, expected {kind!r} in each of num_hidden_layers")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -250,9 +255,34 @@ def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     }
 
 
+def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    names = {"n_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
+    if hf["index_head_dim"] < hf["qk_rope_head_dim"]:
+        sizes = f"{hf['index_head_dim']}, expected at least qk_rope_head_dim, {hf['qk_rope_head_dim']}"
+        raise ConfigError(f"index_head_dim is {sizes}, which the indexer rotates")
+    return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
+
+
+def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
+    """Return the 0-based layers that select keys: all, unless the class has layers that share a selection."""
+    num_layers, kinds, pattern = hf["num_hidden_layers"], hf.get("indexer_types"), hf.get("index_topk_pattern")
+    step, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 0
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if kinds is None:
+        kinds = ["shared" if max(layer - offset + 1, 0) % step else "full" for layer in range(num_layers)]
+    if len(kinds) != num_layers or {*kinds} - {"full", "shared"} or kinds[0] != "full":
+        raise ConfigError(
+            f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}, expected 'full' or 'shared' for each of "
+            f"num_hidden_layers, {num_layers}, the first 'full'"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
+
+
 READERS: Mapping[str, Reader] = {
     "grouped_attention": _grouped_attention,
     "latent_attention": _latent_attention,
+    "sparse_attention": _sparse_attention,
     "softmax_experts": _softmax_experts,
     "sigmoid_experts": _sigmoid_experts,
     "gated_shared_expert": _gated_shared_expert,
@@ -313,6 +343,8 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         rotary_percent=rotated,
         latent_norm_epsilon=traits.get("latent_norm_epsilon"),
         norm_over_heads=traits.get("norm_over_heads", False),
+        indexer_layers=_indexer_layers(hf) if "dsa_indexer_topk" in fields else (),
+        indexer_interleaved=bool(hf.get("indexer_rope_interleave")),
         rope_factor=None if is_latent else llama3_factor(rope),
     )
     for config in (hf, rope):
