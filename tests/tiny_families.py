@@ -78,7 +78,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kimi_k2": ("deepseek_v3", {**_LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
     "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": _DENSE_FIRST}),
-    "deepseek_v32": ("deepseek_v32", {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2, "num_experts": 8, "rope_parameters": YARN}),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2, "num_experts": 8, "rope_parameters": YARN},
+    ),
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**_LATENT, **_INDEXER, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "indexer_rope_interleave": False}

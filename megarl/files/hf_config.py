@@ -247,8 +247,8 @@ def read_moe(hf: HFConfig) -> MoeShape:
         is_other = "first_k_dense_replace" in hf.values and stated != layers
         if is_other or len(kinds) != num_layers or {*kinds} - {"dense", "sparse"}:
             raise ConfigError(
-                f"mlp_layer_types is {reprlib.repr(kinds)}, expected 'dense' or 'sparse' for each of num_hidden_layers, "
-                f"{num_layers}, and first_k_dense_replace, {first}, of the same layers or left out"
+                f"mlp_layer_types is {reprlib.repr(kinds)}, expected 'dense' or 'sparse' for each of the "
+                f"num_hidden_layers, {num_layers}, and first_k_dense_replace, {first}, of the same layers or left out"
             )
     counts = {key: count for key in _EXPERT_COUNTS if (count := hf.get(key))}
     num_experts, topk = min(counts.values()), hf["num_experts_per_tok"]

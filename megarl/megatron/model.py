@@ -100,8 +100,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     first = get_transformer_layer_offset(config, vp_stage)
     if layers and shape.indexer_layers and first not in shape.indexer_layers:
         raise ConfigError(
-            f"layer {first}, the first of a pipeline stage, attends to the keys that an earlier layer selects, expected "
-            f"one of the layers with an indexer {[*shape.indexer_layers]}; change parallel.pp, vpp or "
+            f"layer {first}, the first of a pipeline stage, attends to keys that an earlier layer selects, expected "
+            f"one of the layers with an indexer, {[*shape.indexer_layers]}; change parallel.pp, parallel.vpp or "
             "megatron.num_layers_in_first_pipeline_stage"
         )
     for layer in layers:

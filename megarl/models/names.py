@@ -35,8 +35,9 @@ class Rule:
     layout: str
     """Key of LAYOUTS."""
     scope: Scope
-    """Once; in every layer, in layers with softmax or with linear attention only, in MoE or dense layers only, in layers with an indexer;
-    once per expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a layer, [E, ...]."""
+    """Once; in every layer, in layers with softmax or with linear attention only, with an indexer only, in MoE or dense
+    layers only; once per expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a
+    layer, [E, ...]."""
     when: str = ""
     """Applies only if this field of the shape is set; with "no " in front, only if the field is not set."""
 

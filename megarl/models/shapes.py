@@ -239,7 +239,7 @@ def _gated_shared_expert(hf: HFConfig, _: Traits) -> dict[str, Any]:
 def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
-        if hf[key] not in (None, size):
+        if hf.get(key) not in (None, size):
             raise ConfigError(
                 f"{key} is {hf[key]}, expected {size}: num_attention_heads is {heads}, qk_nope_head_dim {plain} and "
                 f"qk_rope_head_dim {rotated}"
@@ -273,8 +273,8 @@ def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
         kinds = ["shared" if max(layer - offset + 1, 0) % step else "full" for layer in range(num_layers)]
     if len(kinds) != num_layers or {*kinds} - {"full", "shared"} or kinds[0] != "full":
         raise ConfigError(
-            f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}, expected 'full' or 'shared' for each of "
-            f"num_hidden_layers, {num_layers}, the first 'full'"
+            f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}, expected 'full' or 'shared' for each "
+            f"of num_hidden_layers, {num_layers}, the first 'full'"
         )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
 

@@ -160,7 +160,7 @@ class PackedAttention(torch.nn.Module):
         return None if positions is None else torch.arange(keys.size(1), device=keys.device) <= positions[:, None]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
-        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [..., q, k] says otherwise."""
+        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` [..., q, k] says otherwise."""
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

@@ -152,5 +152,5 @@ class SparseLatentAttention(MLASelfAttention):
         tensors = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
         _, _, _, latents, _ = tensors
         packing = arguments[2]
-        self.core_attention.select(hidden_states, latents, self.rotary_pos_emb, packing)
+        self.core_attention.select(hidden_states, latents, self.rotary_pos_emb, packing)  # type: ignore[attr-defined]
         return tensors
