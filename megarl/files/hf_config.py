@@ -30,6 +30,7 @@ _KINDS = {
     **{key: type(high) for key, (_, high) in BOUNDS.items()},
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys(("architectures", "indexer_types", "layer_types", "mlp_layer_types", "mlp_only_layers"), list),
+    "index_topk_pattern": str,
     **{key: type(value) for table in _ALL for key, value in table.get("defaults", {}).items()},
 }
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
@@ -244,12 +245,10 @@ def read_moe(hf: HFConfig) -> MoeShape:
     layers = [i for i in range(first, num_layers) if i not in dense and (i + 1) % step == 0]
     if (kinds := hf.get("mlp_layer_types")) is not None:
         stated, layers = layers, [i for i, kind in enumerate(kinds) if kind == "sparse"]
-        is_other = "first_k_dense_replace" in hf.values and stated != layers
-        if is_other or len(kinds) != num_layers or {*kinds} - {"dense", "sparse"}:
-            raise ConfigError(
-                f"mlp_layer_types is {reprlib.repr(kinds)}, expected 'dense' or 'sparse' for each of the "
-                f"num_hidden_layers, {num_layers}, and first_k_dense_replace, {first}, of the same layers or left out"
-            )
+        is_stated = "first_k_dense_replace" in hf.values
+        if {*kinds} - {"dense", "sparse"} or len(kinds) != num_layers or (is_stated and stated != layers):
+            expected = f"'dense' or 'sparse' for each of {num_layers} layers, the same as by first_k_dense_replace"
+            raise ConfigError(f"mlp_layer_types is {reprlib.repr(kinds)}, expected {expected}")
     counts = {key: count for key in _EXPERT_COUNTS if (count := hf.get(key))}
     num_experts, topk = min(counts.values()), hf["num_experts_per_tok"]
     if max(counts.values()) != num_experts:

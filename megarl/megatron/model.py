@@ -88,7 +88,10 @@ class _LatentAttention(MLASelfAttention):
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input."""
+    """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input.
+
+    ConfigError for a stage that begins with a layer without an indexer, in a model of sparse attention.
+    """
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te(shape), normalization=config.normalization, vp_stage=vp_stage
     )
@@ -99,11 +102,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
     first = get_transformer_layer_offset(config, vp_stage)
     if layers and shape.indexer_layers and first not in shape.indexer_layers:
-        raise ConfigError(
-            f"layer {first}, the first of a pipeline stage, attends to keys that an earlier layer selects, expected "
-            f"one of the layers with an indexer, {[*shape.indexer_layers]}; change parallel.pp, parallel.vpp or "
-            "megatron.num_layers_in_first_pipeline_stage"
-        )
+        expected = f"expected one of {[*shape.indexer_layers]}; change parallel.pp, vpp or the first stage's layers"
+        raise ConfigError(f"layer {first}, the first of a stage, takes keys that an earlier one selects, {expected}")
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
@@ -117,8 +117,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             attention.kv_layernorm = norm
             attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm  # 0.19 refuses an unused one
             if shape.indexer_layers:
-                sparse = {"indexer_layers": shape.indexer_layers, "interleaved": shape.indexer_interleaved}
-                attention.core_attention = ModuleSpec(SparseAttention, params=sparse)
+                attention.core_attention = ModuleSpec(SparseAttention, params={"shape": shape})
                 layer.submodules.self_attention.module = SparseLatentAttention
         elif config.qk_layernorm and shape.norm_over_heads:
             attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})

@@ -159,10 +159,9 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
             "q": heads * (plain + rotated),
             "kv_up": heads * (plain + value),
             "attention": heads * value,
-            "index_head": fields.get("dsa_indexer_head_dim"),
-            "index_heads": fields.get("dsa_indexer_n_heads"),
-            "index_q": fields.get("dsa_indexer_head_dim", 0) * fields.get("dsa_indexer_n_heads", 0),
         }
+        heads, width = (fields.get(f"dsa_indexer_{name}", 0) for name in ("n_heads", "head_dim"))
+        sizes |= {"index_heads": heads, "index_head": width, "index_q": heads * width}
     else:
         width = fields["kv_channels"]
         sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}

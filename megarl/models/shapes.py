@@ -257,26 +257,19 @@ def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
 
 def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     names = {"n_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
-    if hf["index_head_dim"] < hf["qk_rope_head_dim"]:
-        sizes = f"{hf['index_head_dim']}, expected at least qk_rope_head_dim, {hf['qk_rope_head_dim']}"
-        raise ConfigError(f"index_head_dim is {sizes}, which the indexer rotates")
     return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
 
 
 def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
     """Return the 0-based layers that select keys: all, unless the class has layers that share a selection."""
-    num_layers, kinds, pattern = hf["num_hidden_layers"], hf.get("indexer_types"), hf.get("index_topk_pattern")
+    kinds, pattern, layers = hf.get("indexer_types"), hf.get("index_topk_pattern"), range(hf["num_hidden_layers"])
     step, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 0
-    if kinds is None and pattern is not None:
-        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
-    if kinds is None:
-        kinds = ["shared" if max(layer - offset + 1, 0) % step else "full" for layer in range(num_layers)]
-    if len(kinds) != num_layers or {*kinds} - {"full", "shared"} or kinds[0] != "full":
-        raise ConfigError(
-            f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}, expected 'full' or 'shared' for each "
-            f"of num_hidden_layers, {num_layers}, the first 'full'"
-        )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
+    pattern = pattern or ["S" if max(layer - offset + 1, 0) % step else "F" for layer in layers]
+    kinds = [{"F": "full", "S": "shared"}.get(kind) for kind in pattern] if kinds is None else kinds
+    if len(kinds) != len(layers) or {*kinds} - {"full", "shared"} or kinds[0] != "full":
+        stated = f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}"
+        raise ConfigError(f"{stated}, expected 'full' or 'shared' for each of {len(layers)} layers, the first 'full'")
+    return tuple(layer for layer in layers if kinds[layer] == "full")
 
 
 READERS: Mapping[str, Reader] = {

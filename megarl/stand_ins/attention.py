@@ -73,6 +73,11 @@ def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in buckets)
 
 
+def causal(positions: Tensor, length: int) -> Tensor:
+    """Which of ``length`` keys lie at the positions [q] of the queries or before, bool [q, length]."""
+    return torch.arange(length, device=positions.device) <= positions[:, None]
+
+
 class PackedAttention(torch.nn.Module):
     """Causal grouped-query attention inside each packed sequence: softmax(q k^T * scale) v, by torch's SDPA.
 
@@ -102,8 +107,7 @@ class PackedAttention(torch.nn.Module):
             "softmax_type": config.softmax_type != "vanilla",
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
-        refused = [name for name, hit in unsupported.items() if hit]
-        if refused:
+        if refused := [name for name, hit in unsupported.items() if hit]:
             raise ConfigError(f"attention without Transformer Engine supports no {', '.join(refused)}")
         self.cp_group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
@@ -127,7 +131,7 @@ class PackedAttention(torch.nn.Module):
         key, value = (self._of_all_ranks(column, packed_seq_params) for column in (key, value))
         outputs, order = [], []
         for rows, keys, positions in self._sequences(packed_seq_params):
-            visible = self._visible(rows, keys, positions, packed_seq_params)
+            visible = self._visible(rows, positions, keys.size(1), packed_seq_params)
             outputs.append(self._attend(query[rows], key[keys], value[keys], visible).flatten(0, 1))
             order.append(rows.flatten())
         return torch.cat(outputs)[torch.argsort(torch.cat(order))].flatten(1)
@@ -140,24 +144,22 @@ class PackedAttention(torch.nn.Module):
             raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
         return gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
 
-    def _sequences(self, packing: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    def _sequences(self, packing: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield for the n sequences of each length: rows of this rank's queries [n, q], rows of the keys [n, length],
-        and the positions of the queries in their sequence [q]; None without context parallelism, where q = length.
+        and the positions of the queries in their sequence [q].
         """
-        buckets = getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q)
-        if self.cp_group is None:
-            yield from ((rows, rows, None) for rows in buckets)
-            return
-        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        for keys in buckets:
-            # Computed on the host, where the length is known.
-            positions = to_device(zigzag_indices(torch.tensor([0, keys.size(1)]), size, rank), keys.device)
-            yield keys[:, :1] // size + torch.arange(positions.numel(), device=keys.device), keys, positions
+        for keys in getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q):
+            rows, positions = keys, torch.arange(keys.size(1), device=keys.device)
+            if self.cp_group is not None:  # computed on the host, where the length is known
+                size, rank = self.cp_group.size(), self.cp_group.rank()
+                rows = keys[:, :1] // size + positions[: keys.size(1) // size]
+                positions = to_device(zigzag_indices(torch.tensor([0, keys.size(1)]), size, rank), keys.device)
+            yield rows, keys, positions
 
-    def _visible(self, rows: Tensor, keys: Tensor, positions: Tensor | None, packing: Any) -> Tensor | None:
+    def _visible(self, rows: Tensor, positions: Tensor, length: int, packing: Any) -> Tensor | None:
         """Return which keys of its sequence a query attends to, bool [..., q, length]; None for all up to itself."""
         del rows, packing
-        return None if positions is None else torch.arange(keys.size(1), device=keys.device) <= positions[:, None]
+        return None if self.cp_group is None else causal(positions, length)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
         """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` [..., q, k] says otherwise."""

@@ -7,19 +7,16 @@ matrix, which leaves their products unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
-from torch.nn.functional import linear
 
-from megarl.errors import ConfigError
-from megarl.stand_ins.attention import PackedAttention, PackedSequences
+from megarl.models.shapes import ModelShape
+from megarl.stand_ins.attention import PackedAttention, PackedSequences, causal
 
 _SCORES = 1 << 26
 """Most fp32 scores of heads at a time."""
@@ -29,28 +26,18 @@ class Indexer(torch.nn.Module):
     """Scores of keys: ``score(q, k) = sum_h w_h(q) relu(q_h . k)``, in fp32.
 
     The parameters are frozen: a choice of keys has no gradient, and the loss of a language model does not train it.
-    Positive factors are left out, since only the order of scores counts.
+    Positive factors are left out, since only the order of scores counts. config: with the fields ``dsa_indexer_*``.
     """
 
     def __init__(self, config: Any) -> None:
-        """config: Megatron's, with the fields ``dsa_indexer_*``."""
         super().__init__()
-        self.num_heads, self.width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.num_heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         options: dict[str, Any] = {"bias": False, "dtype": config.params_dtype}
-        self.linear_wq_b = torch.nn.Linear(config.q_lora_rank, self.num_heads * self.width, **options)
-        self.linear_wk = torch.nn.Linear(config.hidden_size, self.width, **options)
-        self.k_norm = torch.nn.LayerNorm(self.width, eps=1e-6, dtype=config.params_dtype)
+        self.linear_wq_b = torch.nn.Linear(config.q_lora_rank, self.num_heads * width, **options)
+        self.linear_wk = torch.nn.Linear(config.hidden_size, width, **options)
+        self.k_norm = torch.nn.LayerNorm(width, eps=1e-6, dtype=config.params_dtype)
         self.linear_weights_proj = torch.nn.Linear(config.hidden_size, self.num_heads, **options)
         self.requires_grad_(False)
-
-    def keys_and_weights(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., hidden] -> keys before rotation [..., width], and weights of the heads [..., heads] in fp32."""
-        weights = linear(hidden.float(), self.linear_weights_proj.weight.float())
-        return self.k_norm(self.linear_wk(hidden)), weights
-
-    def queries(self, latents: Tensor) -> Tensor:
-        """[..., q_latent] -> [..., heads, width] before rotation."""
-        return self.linear_wq_b(latents).unflatten(-1, (self.num_heads, self.width))
 
 
 def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -68,39 +55,30 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 class SparseAttention(PackedAttention):
     """``PackedAttention`` to the keys that an indexer selects: the layer's, or that of the last layer with an indexer.
 
-    indexer_layers: 0-based, layers with an indexer. interleaved: how the indexer rotates queries and keys.
+    shape: tells the layers with an indexer, and how the indexer rotates queries and keys.
     """
 
-    def __init__(
-        self,
-        config: MLATransformerConfig,
-        layer_number: int,
-        *arguments: Any,
-        indexer_layers: Sequence[int],
-        interleaved: bool,
-        **options: Any,
-    ) -> None:
+    def __init__(self, config: Any, layer_number: int, *arguments: Any, shape: ModelShape, **options: Any) -> None:
         super().__init__(config, layer_number, *arguments, **options)
-        self.topk: int = config.dsa_indexer_topk  # type: ignore[assignment]
-        self.source = max(layer for layer in indexer_layers if layer < layer_number)
+        self.topk, self._interleaved = config.dsa_indexer_topk, shape.indexer_interleaved
+        self.source = max(layer for layer in shape.indexer_layers if layer < layer_number)
         self.indexer = Indexer(config) if self.source == layer_number - 1 else None
-        is_shared = layer_number < config.num_layers and layer_number not in indexer_layers
-        is_recomputed = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
-        self._keeps, self._interleaved = is_shared or is_recomputed or self.indexer is None, interleaved
+        is_recomputed = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self._keeps = is_recomputed or len(shape.indexer_layers) < config.num_layers
         self._gathers = config.sequence_parallel and config.tensor_model_parallel_size > 1
 
     @torch.no_grad()
-    def select(self, hidden: Tensor, latents: Tensor, rotary: Any, packing: Any) -> None:
+    def select(self, hidden: Tensor, latents: Tensor, rotary: Any, packing: PackedSequences) -> None:
         """Store the selected keys of every query in ``packing.selected``; nothing for a layer without an indexer.
 
         hidden: [T, 1, hidden] in front of the projections, latents: normed latent queries [T, ...], of this rank under
         sequence parallelism. rotary: Megatron's rotary embedding. Sequences of at most top-k tokens need no selection.
         """
-        if not isinstance(packing, PackedSequences):
-            raise ConfigError("sparse attention needs packed sequences, expected megarl's PackedSequences")
-        if self.indexer is None or packing.max_seqlen_q <= self.topk:
+        if (indexer := self.indexer) is None or packing.max_seqlen_q <= self.topk:
             return
-        columns = [*self.indexer.keys_and_weights(hidden.flatten(0, 1)), latents.view(-1, latents.size(-1))]
+        hidden, latents = hidden.flatten(0, -2), latents.flatten(0, -2)
+        weights = torch.nn.functional.linear(hidden.float(), indexer.linear_weights_proj.weight.float())
+        columns = [indexer.k_norm(indexer.linear_wk(hidden)), weights, latents]
         if self._gathers:
             group = parallel_state.get_tensor_model_parallel_group()
             columns = [gather_from_sequence_parallel_region(column, group=group) for column in columns]
@@ -113,15 +91,14 @@ class SparseAttention(PackedAttention):
         for rows, key_rows, positions in self._sequences(packing):
             if (length := key_rows.size(1)) <= self.topk:
                 continue
-            places = torch.arange(length, device=rows.device)
-            positions = places if positions is None else positions
             turned_keys = rotate(keys[key_rows], angles[:length], self._interleaved)
-            step = max(1, _SCORES // (key_rows.numel() * self.indexer.num_heads))
+            step = max(1, _SCORES // (key_rows.numel() * indexer.num_heads))
             for part, at in zip(rows.split(step, 1), positions.split(step), strict=True):
-                queries = rotate(self.indexer.queries(latents[part]), angles[at, None], self._interleaved)
+                queries = indexer.linear_wq_b(latents[part]).unflatten(-1, (indexer.num_heads, -1))
+                queries = rotate(queries, angles[at, None], self._interleaved)
                 scores = torch.einsum("nqhd,nkd->nqhk", queries, turned_keys).relu_()
                 scores = torch.einsum("nqhk,nqh->nqk", scores, weights[part])
-                scores.masked_fill_(places > at[:, None], -torch.inf)
+                scores.masked_fill_(~causal(at, length), -torch.inf)
                 selected[part] = scores.topk(self.topk).indices.int()
         packing.selected[self.source] = selected
 
@@ -132,25 +109,22 @@ class SparseAttention(PackedAttention):
             packed_seq_params.selected.pop(self.source, None)
         return output
 
-    def _visible(self, rows: Tensor, keys: Tensor, positions: Tensor | None, packing: Any) -> Tensor | None:
-        if (length := keys.size(1)) <= self.topk:
-            return super()._visible(rows, keys, positions, packing)
-        places = torch.arange(length, device=keys.device)
-        causal = places <= (places if positions is None else positions)[:, None]
-        chosen = torch.zeros(*rows.shape, length, dtype=torch.bool, device=keys.device)
-        return (chosen.scatter_(-1, packing.selected[self.source][rows].long(), True) & causal)[:, None]
+    def _visible(self, rows: Tensor, positions: Tensor, length: int, packing: Any) -> Tensor | None:
+        if length <= self.topk:
+            return super()._visible(rows, positions, length, packing)
+        chosen = torch.zeros(*rows.shape, length, dtype=torch.bool, device=rows.device)
+        chosen.scatter_(-1, packing.selected[self.source][rows].long(), True)
+        return (chosen & causal(positions, length))[:, None]
 
 
 class SparseLatentAttention(MLASelfAttention):
-    """Megarl's latent attention whose core attention is a ``SparseAttention``.
+    """Megatron's latent attention with a ``SparseAttention`` as core attention.
 
     Keys are selected outside of the core attention, which is recomputed from queries, keys and values alone.
     """
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
-        """Return what Megatron's method returns, after the selection of keys."""
+        """Return what Megatron's method returns, and select keys; hidden_states: [T, 1, hidden]."""
         tensors = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-        _, _, _, latents, _ = tensors
-        packing = arguments[2]
-        self.core_attention.select(hidden_states, latents, self.rotary_pos_emb, packing)  # type: ignore[attr-defined]
+        self.core_attention.select(hidden_states, tensors[3], self.rotary_pos_emb, arguments[2])  # type: ignore
         return tensors
