@@ -22,8 +22,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
@@ -73,13 +74,17 @@ def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in buckets)
 
 
-def causal(positions: Tensor, length: int) -> Tensor:
-    """Which of ``length`` keys lie at the positions [q] of the queries or before, bool [q, length]."""
-    return torch.arange(length, device=positions.device) <= positions[:, None]
+def visible_keys(positions: Tensor, length: int, window: int | None = None) -> Tensor:
+    """Return the keys that queries at ``positions`` [q] see, up to their own, ``window`` earlier: bool [q, length]."""
+    distance = positions[:, None] - torch.arange(length, device=positions.device)
+    return (distance >= 0) & (distance <= (length if window is None else window))
 
 
 class PackedAttention(torch.nn.Module):
     """Causal grouped-query attention inside each packed sequence: softmax(q k^T * scale) v, by torch's SDPA.
+
+    A layer with a window sees ``window_size[0]`` keys before its own. With ``softmax_type`` "learnable", the softmax of
+    a head has one more logit, a sink, which no value belongs to: the parameter ``softmax_offset`` [heads of this rank].
 
     Takes query ``[T, heads, d]`` and key, value ``[T, kv_heads, d]`` of this tensor-parallel rank, returns
     ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. With context parallelism, keys and values are
@@ -97,20 +102,24 @@ class PackedAttention(torch.nn.Module):
         **_: Any,  # process groups; latent attention also passes widths, which the tensors have
     ) -> None:
         super().__init__()
-        del layer_number
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         unsupported = {
             "attention_type": attention_type != "self",
             "attn_mask_type": attn_mask_type != AttnMaskType.causal,
             "attention_dropout": bool(dropout),
-            "window_size": config.window_size is not None,
-            "softmax_type": config.softmax_type != "vanilla",
+            "softmax_type": config.softmax_type == "off-by-one",
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
         if refused := [name for name, hit in unsupported.items() if hit]:
             raise ConfigError(f"attention without Transformer Engine supports no {', '.join(refused)}")
         self.cp_group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
+        window, skipped = config.window_size, config.window_attn_skip_freq
+        has_window = is_layer_window_attention(window, skipped, layer_number)  # type: ignore[arg-type] # None is fine
+        self.window = window[0] if window and has_window else None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        self.softmax_offset = sinks if config.softmax_type == "learnable" else None
 
     def forward(
         self,
@@ -126,7 +135,9 @@ class PackedAttention(torch.nn.Module):
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
         if packed_seq_params is None and self.cp_group is None:  # [s, b, h, d] -> [b, s, h, d]
-            out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)))
+            length = query.size(0)
+            visible = self._visible(None, torch.arange(length, device=query.device), length, None)
+            out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)), visible=visible)
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
         key, value = (self._of_all_ranks(column, packed_seq_params) for column in (key, value))
         outputs, order = [], []
@@ -156,23 +167,42 @@ class PackedAttention(torch.nn.Module):
                 positions = to_device(zigzag_indices(torch.tensor([0, keys.size(1)]), size, rank), keys.device)
             yield rows, keys, positions
 
-    def _visible(self, rows: Tensor, positions: Tensor, length: int, packing: Any) -> Tensor | None:
+    def _visible(self, rows: Any, positions: Tensor, length: int, packing: Any) -> Tensor | None:
         """Return which keys of its sequence a query attends to, bool [..., q, length]; None for all up to itself."""
         del rows, packing
-        return None if self.cp_group is None else causal(positions, length)
+        is_near = self.window is None or length <= self.window + 1
+        if self.cp_group is None and self.softmax_offset is None and is_near:
+            return None  # for torch's causal kernels
+        return visible_keys(positions, length, self.window)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
-        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` [..., q, k] says otherwise."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """[n, q, heads, d] -> [n, q, heads, d]; visible: bool [..., q, length], None for all keys up to the query."""
+        width, sinks = value.size(-1), self.softmax_offset
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if visible is not None and sinks is not None:
+            # The sink is one more key, 0 but for an added dimension, where a query has the logit of its head. Kernels
+            # of GPUs take multiples of 8 dimensions only.
+            logits = (sinks / self.softmax_scale).to(query.dtype).view(-1, 1, 1).expand(*query.shape[:-1], 1)
+            query = pad(torch.cat([query, logits], -1), (0, 7))
+            key, value = (pad(column, (0, 8, 0, 1)) for column in (key, value))
+            key[..., -1, -8] = 1.0
+            visible = pad(visible, (0, 1), value=True)
         out = scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=visible,
             is_causal=visible is None,
             scale=self.softmax_scale,
-            enable_gqa=query.size(2) != key.size(2),
+            enable_gqa=query.size(1) != key.size(1),
         )
-        return out.transpose(1, 2)
+        return out[..., :width].transpose(1, 2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return Megatron's description of the sinks, which tensor-parallel ranks share out."""
+        del metadata  # process groups: the ones in use
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 class RMSNorm(torch.nn.RMSNorm):
