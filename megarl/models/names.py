@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import accumulate, chain, pairwise, product
 from pathlib import Path
 from typing import Literal
 
@@ -76,15 +76,64 @@ def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: Mod
 
 def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
     groups = shape.fields["num_query_groups"]
+    tensors = [_query_and_gate(tensors[0], shape, -1, 2), *tensors[1:]]
     grouped = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
     return _chunk(torch.cat(grouped, 1), rank, size, 0).flatten(0, 1)
 
 
 def _join_qkv(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
     fields, width = shape.fields, shape.fields["kv_channels"]
-    heads = fields["num_attention_heads"] // fields["num_query_groups"]
-    grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], (heads + 2) * width))
-    return [tensor.flatten(0, 1) for tensor in grouped.split([heads * width, width, width], 1)]
+    grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], -1))
+    tensors = [tensor.flatten(0, 1) for tensor in grouped.split([grouped.size(1) - 2 * width, width, width], 1)]
+    return [_query_and_gate(tensors[0], shape, 2, -1), *tensors[1:]]
+
+
+_DELTA_NET = {"query": "linear_qk", "key": "linear_qk", "value": "linear_v", "z": "linear_v"}
+_DELTA_NET |= {"beta": "linear_heads", "alpha": "linear_heads"}
+
+
+def row_blocks(layout: str, shape: ModelShape) -> dict[str, int]:
+    """Return Megatron's names and the rows of the blocks that a checkpoint stores apart; {} without such blocks."""
+    if not layout.startswith("delta_net"):
+        return {}
+    sizes, names = dimensions(shape), list(_DELTA_NET)[: 3 if layout == "delta_net_conv" else 6]
+    return {name: sizes[_DELTA_NET[name]] for name in names}
+
+
+def _delta_net(layout: str, *counts: int) -> Layout:
+    """Blocks of rows, each cut among the ranks; ``counts`` are the blocks in each Hugging Face tensor.
+
+    Qwen3-Next's rows are ordered by key head first, and then by block.
+    """
+
+    def sizes(shape: ModelShape) -> tuple[int, list[int], list[slice]]:
+        num_heads = shape.fields["linear_num_key_heads"] if layout == "delta_net_by_head" else 1
+        ends = [*accumulate(counts, initial=0)]
+        return num_heads, [*row_blocks(layout, shape).values()], [slice(*pair) for pair in pairwise(ends)]
+
+    def cut(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
+        heads, rows, parts = sizes(shape)
+        blocks = (
+            block.flatten(0, 1)
+            for tensor, part in zip(tensors, parts, strict=True)
+            for block in tensor.unflatten(0, (heads, -1)).split([count // heads for count in rows[part]], 1)
+        )
+        return torch.cat([_chunk(block, rank, size, 0) for block in blocks])
+
+    def join(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
+        heads, rows, parts = sizes(shape)
+        by_rank = (shard.split([count // len(shards) for count in rows]) for shard in shards)
+        blocks = [torch.cat(block).unflatten(0, (heads, -1)) for block in zip(*by_rank, strict=True)]
+        return [torch.cat(blocks[part], 1).flatten(0, 1) for part in parts]
+
+    return Layout(cut, join)
+
+
+def _query_and_gate(tensor: torch.Tensor, shape: ModelShape, *order: int) -> torch.Tensor:
+    """Reorder rows between [head, query and gate] (order -1, 2) and [group, query and gate, head] (order 2, -1)."""
+    if not shape.fields.get("attention_output_gate"):
+        return tensor
+    return tensor.unflatten(0, (shape.fields["num_query_groups"], *order, shape.fields["kv_channels"])).transpose(1, 2).flatten(0, 3)
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -97,6 +146,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "row": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 1), lambda s, _: [_joined(s, 1)]),
     "vocab": Layout(_cut_vocab, lambda s, shape: [_joined(s)[: shape.vocab_size]]),
     "qkv": Layout(_cut_qkv, _join_qkv),
+    "delta_net": _delta_net("delta_net", 3, 1, 1, 1),
+    "delta_net_by_head": _delta_net("delta_net_by_head", 4, 2),
+    "delta_net_conv": _delta_net("delta_net_conv", 3),
     "gate_up": Layout(
         lambda t, rank, size, _: torch.cat([_chunk(half, rank, size, 0) for half in t]),
         lambda s, _: s[0].chunk(2) if len(s) == 1 else [*map(torch.cat, zip(*(t.chunk(2) for t in s), strict=True))],
@@ -129,6 +181,20 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     else:
         width = fields["kv_channels"]
         sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
+    if fields.get("linear_attention_freq"):
+        keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+        qk, v = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
+        sizes |= {
+            "q_and_gate": 2 * sizes["q"],
+            "linear_head": fields["linear_value_head_dim"],
+            "linear_heads": values,
+            "linear_qk": qk,
+            "linear_v": v,
+            "linear_qkv": 2 * qk + v,
+            "linear_qkvz": 2 * qk + 2 * v,
+            "linear_ba": 2 * values,
+            "linear_taps": fields["linear_conv_kernel_dim"],
+        }
     return {name: size for name, size in sizes.items() if size}
 
 
