@@ -56,6 +56,14 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+_DELTA_NET: dict[str, Any] = {
+    **_COMMON,
+    **{"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
@@ -80,6 +88,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1}
         | {"routed_scaling_factor": 1.5},
     ),
+    "qwen3_next": ("qwen3_next", {**_DELTA_NET, "mlp_only_layers": [1]}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {key: _DELTA_NET[key] for key in _DELTA_NET if key != "intermediate_size"},
+    ),
     "olmoe": ("olmoe", {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2}),
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", _COMMON),
@@ -100,7 +113,8 @@ def write_family(folder: Path, name: str, **changes: Any) -> Path:
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
                 if "norm" in key:
-                    tensor.uniform_(0.5, 1.5)
+                    is_centred = not tensor.any()
+                    tensor.uniform_(0.5, 1.5).sub_(float(is_centred))
                 elif "bias" in key:
                     tensor.normal_(std=0.1)
     model.save_pretrained(folder)

@@ -91,7 +91,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te(shape), normalization=config.normalization, vp_stage=vp_stage
     )
-    layers: list[Any] = copy.deepcopy(spec.layer_specs or [])
+    layers: list[Any] = [copy.deepcopy(layer) for layer in spec.layer_specs or []]
     for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
         layer.submodules.self_attention.module = _LatentAttention
     if uses_te(shape):

@@ -142,7 +142,11 @@ def _query_and_gate(tensor: torch.Tensor, shape: ModelShape, *order: int) -> tor
     """Reorder rows between [head, query and gate] (order -1, 2) and [group, query and gate, head] (order 2, -1)."""
     if not shape.fields.get("attention_output_gate"):
         return tensor
-    return tensor.unflatten(0, (shape.fields["num_query_groups"], *order, shape.fields["kv_channels"])).transpose(1, 2).flatten(0, 3)
+    return (
+        tensor.unflatten(0, (shape.fields["num_query_groups"], *order, shape.fields["kv_channels"]))
+        .transpose(1, 2)
+        .flatten(0, 3)
+    )
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -214,11 +218,11 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     else:
         width = fields["kv_channels"]
         sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
+        sizes["q_and_gate"] = 2 * sizes["q"]
     if fields.get("linear_attention_freq"):
         keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
         qk, v = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
         sizes |= {
-            "q_and_gate": 2 * sizes["q"],
             "linear_head": fields["linear_value_head_dim"],
             "linear_heads": values,
             "linear_qk": qk,

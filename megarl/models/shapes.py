@@ -148,14 +148,15 @@ def _flag(hf: HFConfig, trait: str | bool) -> bool:
     return hf[trait] if isinstance(trait, str) else trait
 
 
-def _layers(hf: HFConfig) -> dict[str, Any]:
-    if hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
+def _layers(hf: HFConfig, traits: Traits) -> dict[str, Any]:
+    is_mixed = "delta_net" in traits["readers"]
+    if not is_mixed and hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
         raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf["intermediate_size"] or hf["moe_intermediate_size"],
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
@@ -250,9 +251,35 @@ def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     }
 
 
+def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
+    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    kinds = ("full_attention", "linear_attention")
+    by_interval = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
+    types = by_interval if hf["layer_types"] is None else hf["layer_types"]
+    if len(types) != num_layers or not {*types} <= {*kinds}:
+        raise ConfigError(f"layer_types is {types}, expected one of {kinds} for each of num_hidden_layers")
+    fields = {name: hf[name] for name in _LINEAR}
+    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads is {values}, expected a multiple of linear_num_key_heads, {keys}")
+    is_linear = [kinds.index(kind) for kind in types]
+    return {
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "linear_attention_freq": is_linear,
+        **fields,
+    }
+
+
+_LINEAR = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
 READERS: Mapping[str, Reader] = {
     "grouped_attention": _grouped_attention,
     "latent_attention": _latent_attention,
+    "delta_net": _delta_net,
     "softmax_experts": _softmax_experts,
     "sigmoid_experts": _sigmoid_experts,
     "gated_shared_expert": _gated_shared_expert,
@@ -288,7 +315,7 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
     architecture, traits = family_entry(kind, "class"), family_entry(kind, "shape")
     if architecture not in (names := hf["architectures"] or [architecture]):
         raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind}")
-    rope, fields = read_rope(hf), _layers(hf)
+    rope, fields = read_rope(hf), _layers(hf, traits)
     for name in traits["readers"]:
         fields |= READERS[name](hf, traits)
     is_latent = "multi_latent_attention" in fields

@@ -105,7 +105,11 @@ class PackedDeltaNet(GatedDeltaNet):
 
     def _mix(self, projected: Tensor, packing: PackedSeqParams) -> Tensor:
         """[tokens, q k v z b a of this rank] -> [tokens, value heads * d_v]: convolution, delta rule, gated norm."""
-        qk, v, repeat = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_value_heads // self.num_key_heads
+        qk, v, repeat = (
+            self.qk_dim // self.tp_size,
+            self.v_dim // self.tp_size,
+            self.num_value_heads // self.num_key_heads,
+        )
         heads = self.num_v_heads_local_tp
         mixed, gate, beta, step = projected.split([2 * qk + v, v, heads, heads], -1)
         query, key, value = _by_length(self._convolve, packing, mixed).split([qk, qk, v], -1)

@@ -62,7 +62,9 @@ def modules(kind: str, tmp_path: Any) -> tuple[torch.nn.Module, torch.nn.Module]
     stored = dict(theirs.named_parameters())
     inputs = [parameter for name, parameter in stored.items() if name.startswith("in_proj")]
     values = {
-        "in_proj.weight": LAYOUTS["delta_net_by_head" if kind == "qwen3_next" else "delta_net"].cut(inputs, 0, 1, SHAPE),
+        "in_proj.weight": LAYOUTS["delta_net_by_head" if kind == "qwen3_next" else "delta_net"].cut(
+            inputs, 0, 1, SHAPE
+        ),
         "out_norm.weight": stored["norm.weight"],
         **{name: stored[name] for name in ("conv1d.weight", "dt_bias", "A_log", "out_proj.weight")},
     }
