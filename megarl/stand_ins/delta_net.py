@@ -97,7 +97,10 @@ class PackedDeltaNet(GatedDeltaNet):
             mixed = self._mix(projected, packed_seq_params)
         else:
             packing, rank, local = packed_seq_params, self.cp_group.rank(), projected.size(0)
-            assert isinstance(packing, PackedSequences) and packing.from_ranks is not None, "expected megarl's packing"
+            if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
+                raise NotImplementedError(
+                    "the gated delta net under context parallelism needs megarl's PackedSequences"
+                )
             projected = gather_from_sequence_parallel_region(projected, group=self.cp_group)[packing.from_ranks]
             held = torch.argsort(packing.from_ranks)[rank * local : (rank + 1) * local]
             mixed = self._mix(projected, packing)[held]

@@ -9,7 +9,6 @@ import tiny_world
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from tiny_families import FAMILIES
 
 from megarl.models.names import LAYOUTS
 from megarl.models.shapes import ModelShape
