@@ -61,7 +61,7 @@ _DELTA_NET: dict[str, Any] = {
     **{"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     **{"shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 2,
 }
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -43,6 +43,11 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+def bare(kind: str, **keys: Any) -> Config:
+    """A config of these keys alone, at their place for a text model inside a larger one too."""
+    return {"model_type": kind} | ({"text_config": keys} if hf_config.family_entry(kind, "text") else keys)
+
+
 def class_of(kind: str) -> Any:
     """The config class of a model type; Kimi-K2 has that of DeepSeek-V3."""
     return CONFIG_MAPPING[FAMILIES[kind].get("like", kind)]
@@ -50,36 +55,37 @@ def class_of(kind: str) -> Any:
 
 def facts_of_transformers(hf: Mapping[str, Any]) -> Facts:
     """Raises what transformers raises for a config that it cannot read, or build a model of."""
-    config = class_of(hf["model_type"]).from_dict(copy.deepcopy(dict(hf)))
-    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    config = class_of(hf["model_type"]).from_dict(copy.deepcopy(dict(hf_config.flatten(hf))))
+    key = json.dumps(config.to_dict() | {"kind": hf["model_type"]}, sort_keys=True, default=str)
     if key not in _BUILT:
-        _BUILT[key] = _build(config)
+        _BUILT[key] = _build(config, hf["model_type"])
     return _BUILT[key]
 
 
-def _build(config: Any) -> Facts:
+def _build(config: Any, kind: str) -> Facts:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     inner = model.model
-    rotary, layer = type(inner.rotary_emb)(config), inner.layers[-1]
+    rotary = type(inner.rotary_emb)(config)
+    layer = next((layer for layer in reversed(inner.layers) if hasattr(layer, "self_attn")), None)
     moe = [index for index, one in enumerate(inner.layers) if hasattr(one.mlp, "experts")]
     facts: Facts = {
-        "parameters": _unfused(model, config),
+        "parameters": {hf_config.hf_name(kind, name): size for name, size in _unfused(model, config, kind).items()},
         "frequencies": rotary.inv_freq.double(),
         "rotary_scale": float(rotary.attention_scaling),
-        "attention_scale": float(layer.self_attn.scaling),
-        "norm_epsilon": layer.input_layernorm.variance_epsilon,
+        "attention_scale": float(layer.self_attn.scaling) if layer else None,
+        "norm_epsilon": _epsilon(inner.layers[-1].input_layernorm),
         "moe_layers": tuple(moe),
         "tied": config.tie_word_embeddings,
         "positions": config.max_position_embeddings,
         "activation": config.hidden_act,
-        "window": getattr(layer.self_attn, "sliding_window", None) or getattr(config, "sliding_window", None) or None,
+        "window": getattr(getattr(layer, "self_attn", None), "sliding_window", None) or getattr(config, "sliding_window", None) or None,
         "clip": getattr(config, "clip_qkv", None),
         "interleaved": getattr(config, "rope_interleave", None),
     }
     for name in ("q_norm", "q_a_layernorm", "kv_a_layernorm"):
-        if module := getattr(layer.self_attn, name, None):
-            facts[f"epsilon of {name}"] = module.variance_epsilon
+        if module := getattr(getattr(layer, "self_attn", None), name, None):
+            facts[f"epsilon of {name}"] = _epsilon(module)
     if moe:
         block = inner.layers[moe[-1]].mlp
         names = ("top_k", "norm_topk_prob", "topk_group", "routed_scaling_factor")
@@ -89,21 +95,27 @@ def _build(config: Any) -> Facts:
     return facts
 
 
-def _unfused(model: Any, config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as published checkpoints have them: each expert by itself, the tied output layer left out."""
+def _epsilon(norm: Any) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def _unfused(model: Any, config: Any, kind: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as published checkpoints have them: experts by themselves or not, no tied output layer."""
+    is_fused = "fused_experts" in hf_config.family_entry(kind, "parameters")
     is_mixtral = config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, tensor in model.state_dict().items():
         name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
         parent, _, last = name.rpartition(".")
-        for expert in range(len(tensor) if parent.endswith(".experts") else 0):
+        is_unfused = parent.endswith(".experts") and not is_fused
+        for expert in range(len(tensor) if is_unfused else 0):
             rows, columns = tensor.shape[1:]
             if last == "down_proj":
                 found[f"{parent}.{expert}.{down}.weight"] = (rows, columns)
             else:
                 found |= {f"{parent}.{expert}.{half}.weight": (rows // 2, columns) for half in (gate, up)}
-        if not parent.endswith(".experts") and not (name == "lm_head.weight" and config.tie_word_embeddings):
+        if not is_unfused and not (name == "lm_head.weight" and config.tie_word_embeddings):
             found[name] = tuple(tensor.shape)
     return found
 
@@ -118,7 +130,8 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
     plain = RotaryEmbedding(width, shape.rotary_percent, False, None, shape.rotary_base, *scaling, True)  # type: ignore[arg-type]
     frequencies, rotary_scale = plain.inv_freq.double(), 1.0
     depth = fields["qk_head_dim"] + width if is_latent else width
-    attention_scale = depth**-0.5
+    has_softmax = len(shape.linear_layers) < shape.num_layers
+    attention_scale = depth**-0.5 if has_softmax else None
     if fields.get("rope_type") == "yarn":
         factor, all_dim = fields["rotary_scaling_factor"], fields["mscale_all_dim"]
         bounds = yarn._yarn_find_correction_range(
@@ -146,13 +159,14 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
     if is_latent:
         names = ("q_a_layernorm", "kv_a_layernorm") if fields["q_lora_rank"] else ("kv_a_layernorm",)
         facts |= {f"epsilon of {name}": shape.latent_norm_epsilon for name in names}
-    elif fields["qk_layernorm"]:
+    elif fields["qk_layernorm"] and has_softmax:
         facts["epsilon of q_norm"] = fields["layernorm_epsilon"]
     if shape.moe_layers:
-        is_sigmoid, is_mixtral = "moe_router_score_function" in fields, shape.family == "mixtral"
+        is_sigmoid = "moe_router_score_function" in fields
+        is_normalised = "normalised" in hf_config.family_entry(shape.family, "shape")
         facts["router"] = {
             "top_k": shape.topk,
-            "norm_topk_prob": None if is_mixtral else is_sigmoid or not fields["moe_router_pre_softmax"],
+            "norm_topk_prob": None if is_normalised else is_sigmoid or not fields["moe_router_pre_softmax"],
             "n_group": (fields["moe_router_num_groups"] or 1) if is_sigmoid else None,
             "topk_group": (fields["moe_router_group_topk"] or 1) if is_sigmoid else None,
             "routed_scaling_factor": fields["moe_router_topk_scaling_factor"] if is_sigmoid else None,
@@ -361,7 +375,7 @@ def test_a_key_that_is_left_out_has_the_value_of_the_class(
     if base["model_type"] == "llama":  # Llama 3.1's bounds are Megatron's alone
         refused -= {"rope.original_max_position_embeddings"}
     # The tiny models have fewer layers, heads and experts in a group than the class takes.
-    few = {"first_k_dense_replace", "num_key_value_heads", "n_group", "topk_group"}
+    few = {"first_k_dense_replace", "linear_num_key_heads", "num_key_value_heads", "n_group", "topk_group"}
     assert refused - required <= few, refused
 
 
@@ -416,7 +430,7 @@ def test_a_key_of_any_other_class_of_transformers_is_refused(tmp_path: Path) -> 
     accepted = set()
     for kind in FAMILIES:
         for key in keys:
-            config = HFConfig.of({"model_type": kind, key: 7})
+            config = HFConfig.of(bare(kind, **{key: 7}))
             if key in {*config.defaults, *config.required} or config.is_harmless(key):
                 continue
             with contextlib.suppress(ConfigError):
@@ -430,7 +444,7 @@ def test_a_key_of_any_other_class_of_transformers_is_refused(tmp_path: Path) -> 
 def test_a_model_that_sees_later_tokens_is_refused(kind: str, value: bool | None) -> None:
     """transformers' masks read is_causal of every config, though no class has it."""
     with pytest.raises(ConfigError, match=r"is_causal is .*, expected True"):
-        HFConfig.of({"model_type": kind, "is_causal": value}).check_unread()
+        HFConfig.of(bare(kind, is_causal=value)).check_unread()
 
 
 PUBLIC = json.loads((Path(__file__).parent / "public_configs.json").read_text())
@@ -445,11 +459,13 @@ def test_public_configs_are_read_as_transformers_reads_them_or_refused_with_the_
         with pytest.raises(ConfigError, match=reason):
             read(config, tmp_path)
         return
-    shape = read(config, tmp_path)
-    small = {key: min(config[key], 5) for key in ("num_hidden_layers",)}  # building all layers takes seconds
-    few = read({**config, **small}, tmp_path)
+    shape, text = read(config, tmp_path), config.get("text_config", config)
+    small = {"num_hidden_layers": min(text["num_hidden_layers"], 5)}  # building all layers takes seconds
+    small |= {"layer_types": text["layer_types"][:5]} if "layer_types" in text else {}
+    changed = {**config, "text_config": {**text, **small}} if text is not config else {**config, **small}
+    few = read(changed, tmp_path)
     with quiet():
-        theirs = facts_of_transformers(as_class_types({**config, **small, "quantization_config": None}))
+        theirs = facts_of_transformers(as_class_types({**changed, "quantization_config": None}))
     assert differences(theirs, facts_of_megatron(few)) == []
-    assert shape.num_layers == config["num_hidden_layers"]
+    assert shape.num_layers == text["num_hidden_layers"]
     assert dataclasses.replace(shape, fields={}) == dataclasses.replace(few, fields={})
