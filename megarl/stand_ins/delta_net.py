@@ -98,9 +98,7 @@ class PackedDeltaNet(GatedDeltaNet):
         else:
             packing, rank, local = packed_seq_params, self.cp_group.rank(), projected.size(0)
             if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
-                raise NotImplementedError(
-                    "context parallelism needs megarl's PackedSequences"
-                )
+                raise NotImplementedError("context parallelism needs megarl's PackedSequences")
             projected = gather_from_sequence_parallel_region(projected, group=self.cp_group)[packing.from_ranks]
             held = torch.argsort(packing.from_ranks)[rank * local : (rank + 1) * local]
             mixed = self._mix(projected, packing)[held]

@@ -10,7 +10,14 @@ import pytest
 import torch
 from local_engines import local_engine
 from rollout_oracle import make_requests
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from megarl.engines.local.decode import RouteRecorder
 from megarl.engines.protocol import SamplingParams
@@ -34,6 +41,11 @@ MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
 TIED = Qwen3MoeConfig(
     **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
 )
+LINEAR = Qwen3NextConfig(
+    **{**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, "full_attention_interval": 2, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+)
 PARAMS = SamplingParams(max_response_tokens=6)
 
 
@@ -47,7 +59,11 @@ def save(config: Any, path: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(("config", "num_layers"), [(GLM, 2), (MIXTRAL, 3), (TIED, 3)], ids=["glm", "mixtral", "tied"])
+@pytest.mark.parametrize(
+    ("config", "num_layers"),
+    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (LINEAR, 3)],
+    ids=["glm", "mixtral", "tied", "linear attention"],
+)
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
     called: list[torch.Tensor] = []

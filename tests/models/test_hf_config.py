@@ -79,7 +79,9 @@ def _build(config: Any, kind: str) -> Facts:
         "tied": config.tie_word_embeddings,
         "positions": config.max_position_embeddings,
         "activation": config.hidden_act,
-        "window": getattr(getattr(layer, "self_attn", None), "sliding_window", None) or getattr(config, "sliding_window", None) or None,
+        "window": getattr(getattr(layer, "self_attn", None), "sliding_window", None)
+        or getattr(config, "sliding_window", None)
+        or None,
         "clip": getattr(config, "clip_qkv", None),
         "interleaved": getattr(config, "rope_interleave", None),
     }
