@@ -56,6 +56,11 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+_VISION = {
+    **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
+    **{"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+}
 _DELTA_NET: dict[str, Any] = {
     **_COMMON,
     **{"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -63,6 +68,7 @@ _DELTA_NET: dict[str, Any] = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "full_attention_interval": 2,
 }
+_QWEN3_5 = {key: value for key, value in _DELTA_NET.items() if key != "intermediate_size"}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
@@ -89,11 +95,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_scaling_factor": 1.5},
     ),
     "qwen3_next": ("qwen3_next", {**_DELTA_NET, "mlp_only_layers": [1]}),
-    "qwen3_5_moe_text": (
-        "qwen3_5_moe_text",
-        {key: _DELTA_NET[key] for key in _DELTA_NET if key != "intermediate_size"},
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _QWEN3_5),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {
+            "text_config": _QWEN3_5,
+            "vision_config": {k: v for k, v in _VISION.items() if k != "deepstack_visual_indexes"},
+        },
     ),
     "olmoe": ("olmoe", {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {**_COMMON, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 12, "rope_parameters": {**_MROPE, "mrope_section": [4, 2, 2]}},
+            "vision_config": _VISION,
+        },
+    ),
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", _COMMON),
     "llama": ("llama", {**_COMMON, "head_dim": 16, "rope_parameters": _LLAMA3}),
@@ -104,12 +122,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_family(folder: Path, name: str, **changes: Any) -> Path:
     """A checkpoint with random weights, the same every time; ``changes`` are keys of its config. Returns ``folder``."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    kind, config = FAMILIES[name]
+    from megarl.engines.weights import auto_class
+    from megarl.files.hf_config import family_entry
+
+    kind, changed = FAMILIES[name]
+    settings = {**changed, **changes}
+    if "text_config" in changed:
+        settings = {**changed, "text_config": {**changed["text_config"], **changes}}
+    config = AutoConfig.for_model(kind, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**config, **changes}))
+        model = auto_class(config).from_config(config)
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
                 if "norm" in key:
@@ -117,5 +142,19 @@ def write_family(folder: Path, name: str, **changes: Any) -> Path:
                     tensor.uniform_(0.5, 1.5).sub_(float(is_centred))
                 elif "bias" in key:
                     tensor.normal_(std=0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not family_entry(kind, "as_built"))
+    if family_entry(kind, "turned"):
+        turn_experts(folder)
     return folder
+
+
+def turn_experts(folder: Path) -> None:
+    """From the form in which transformers 5 saves such experts into that of published checkpoints, and back."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(turned, file, metadata={"format": "pt"})
