@@ -30,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
 from megarl.errors import ConfigError, WeightSyncError, describe
-from megarl.files.hf_config import FAMILIES, family_entry, is_beside_text, is_turned
+from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
 from megarl.models.hf_files import split_by_size
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
@@ -94,7 +94,8 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     live = dict(model.named_parameters())  # a tied parameter is listed once
     live |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    kind, hidden = model.config.model_type, model.config.get_text_config().hidden_size
+    kind = getattr(model.config, "checkpoint_type", model.config.model_type)
+    hidden = model.config.get_text_config().hidden_size
     views = {name: tensor.detach() for name, tensor in live.items()}
     with _WithoutCopies():
         views = views if family_entry(kind, "as_built") else revert_weight_conversion(model, views)
@@ -110,22 +111,22 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             f"the checkpoint names of {type(model).__name__} cover {covered} numbers, its parameters hold {expected}: "
             "transformers' conversion of this architecture is not understood"
         )
-    views = {
-        name: view.transpose(1, 2) if is_turned(kind, name, view.shape, hidden) else view
-        for name, view in views.items()
-    }
-    return {name: view for name, view in views.items() if not is_beside_text(kind, name)}
+    turned = {name: view.transpose(1, 2) for name, view in views.items() if is_turned(kind, name, view.shape, hidden)}
+    names = {name: hf_name(kind, name) if model.config.model_type != kind else name for name in views}
+    return {names[name]: turned.get(name, view) for name, view in views.items() if not is_beside_text(kind, name)}
 
 
 def read_model_config(folder: str | Path) -> PretrainedConfig:
-    """transformers' config of a model folder; for a type unknown to transformers, such as kimi_k2, the family's
-    config."""
+    """transformers' config of a model folder; for a type unknown to transformers, such as kimi_k2, that of the family
+    that it is like, with the type as ``checkpoint_type``."""
     hf = read_json(Path(folder) / "config.json")
-    kind = str(hf.get("model_type"))
-    family = FAMILIES.get(kind, {}).get("like")
-    if family is None or kind in CONFIG_MAPPING:
+    kind = family = str(hf.get("model_type"))
+    while family not in CONFIG_MAPPING and "like" in FAMILIES.get(family, {}):
+        family = FAMILIES[family]["like"]
+    if family == kind:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
+    kept = {key: value for key, value in flatten(hf).items() if key not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(family, **kept, checkpoint_type=kind)
 
 
 def auto_class(config: PretrainedConfig) -> Any:

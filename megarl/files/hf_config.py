@@ -71,9 +71,7 @@ class HFConfig:
     def of(hf: Mapping[str, Any]) -> HFConfig:
         """Return the config of a model whose type is in ``FAMILIES``."""
         hf = flatten(hf)
-        table = FAMILIES[hf["model_type"]]
-        base = FAMILIES[table["like"]] if "like" in table else {}
-        return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, base, table)
+        return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, *reversed(_entries(hf["model_type"])))
 
     def get(self, key: str) -> Any:
         """Return the value of a key; None, and not read, if the class lacks the key."""
@@ -120,8 +118,13 @@ class HFConfig:
 
 def family_entry(kind: str, key: str) -> Any:
     """Return what families.toml says of a model type under ``key``, or of the family that it is like; None without."""
+    return next((entry[key] for entry in _entries(kind) if key in entry), None)
+
+
+def _entries(kind: str) -> list[Mapping[str, Any]]:
+    """Return the table of a model type, then of the family that it is like."""
     entry = FAMILIES.get(kind, {})
-    return entry[key] if key in entry else FAMILIES.get(entry.get("like", ""), {}).get(key)
+    return [entry, *(_entries(entry["like"]) if "like" in entry else ())]
 
 
 def hf_name(kind: str, name: str) -> str:
