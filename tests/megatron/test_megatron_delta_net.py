@@ -116,3 +116,24 @@ def test_a_sequence_does_not_depend_on_its_neighbours(tmp_path: Any) -> None:
     for sequence, expected in zip(hidden.split(LENGTHS), packed, strict=True):
         alone = ours(sequence[:, None], packed_seq_params=PackedSequences.of(torch.tensor([0, len(sequence)])))[0]
         torch.testing.assert_close(alone, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_plan_knows_what_a_layer_keeps_for_the_backward_pass(tmp_path: Any) -> None:
+    from megarl.ops.plan.trainer_memory import Cut, _linear_attention
+    from megarl.stand_ins.attention import PackedSequences
+
+    _, ours = modules("qwen3_next", tmp_path)
+    hidden, held = torch.randn(512, 1, 32, requires_grad=True), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage._cdata] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = ours(hidden, packed_seq_params=PackedSequences.of(torch.tensor([0, 512])))[0]
+    assert output.shape == hidden.shape
+    for tensor in (hidden, *ours.parameters()):
+        held.pop(tensor.untyped_storage()._cdata, None)
+    measured = sum(size for size, _ in held.values())
+    assert _linear_attention(SHAPE, Cut(512, 4)) == pytest.approx(measured, rel=0.15)
