@@ -25,7 +25,7 @@ from megarl.convert.megatron_files import (
     units_of,
 )
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
+from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
@@ -102,8 +102,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
 def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
-        names = ", ".join(piece.hf)
-        raise CheckpointError(f"{hf.path}: {names} are one parameter, but have dtypes {dtypes}; ask for --dtype")
+        raise CheckpointError(f"{hf.path}: {some(piece.hf)} are one parameter of dtypes {dtypes}; ask for --dtype")
     (dtype,) = dtypes
 
     def make(first: int, rows: int) -> torch.Tensor:

@@ -22,8 +22,6 @@ _FUSED_IN_LOCAL = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Names of parameters in checkpoints of local layers with grouped attention."""
-_OF_DELTA_NETS = {".linear_qkv.": ".in_proj.", "out_norm.weight": "out_norm.plain_weight"}
-"""The same for gated delta nets; megarl.stand_ins.delta_net explains the norm."""
 _STATELESS = ("router", "self_attention", "conv1d", "out_norm")
 _LAYER = "layers.{layer}."
 _LAYERS: tuple[Literal["local", "te"], ...] = ("local", "te")
@@ -89,15 +87,12 @@ class Keys:
         return parts or [(place, whole)]
 
     def _name(self, rule: Rule, shape: ModelShape) -> str:
-        if rule.is_expert:  # equal for both kinds of layers
+        if rule.scope in ("expert", "experts"):  # equal for both kinds of layers
             return rule.megatron[0].replace("local_experts.{expert}", "experts.{expert}")
         name = rule.megatron[0 if self.layers == "local" else -1]
         if self.layers == "local" and not shape.fields.get("multi_latent_attention"):
             for local, fused in _FUSED_IN_LOCAL.items():
                 name = name.replace(local, fused)
-        if rule.scope == "linear":
-            for old, new in _OF_DELTA_NETS.items():
-                name = name.replace(old, new)
         return name
 
     def extra_states(self, piece: Piece, shape: ModelShape) -> list[str]:

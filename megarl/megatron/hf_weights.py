@@ -96,7 +96,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
 
 
 def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelShape) -> None:
-    if entry.rule.is_expert:
+    if entry.rule.scope in ("expert", "experts"):
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -152,7 +152,7 @@ def export_hf(
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        groups = experts if rule.is_expert else dense
+        groups = experts if rule.scope in ("expert", "experts") else dense
         gathered = _gather(piece, rule, entries, groups, receive)
         tensors = ((names, LAYOUTS[piece.layout].join(shards, shape)) for names, shards in gathered)
         if rule.scope == "experts":

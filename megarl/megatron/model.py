@@ -95,7 +95,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
         layer.submodules.self_attention.module = _LatentAttention
     if uses_te(shape):
-        _place_delta_nets(layers, config, vp_stage)
+        _place_delta_nets(layers, shape, get_transformer_layer_offset(config, vp_stage))
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -114,28 +114,25 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    _place_delta_nets(layers, config, vp_stage)
+    _place_delta_nets(layers, shape, get_transformer_layer_offset(config, vp_stage))
     norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although 0.16 and before annotate a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class)
 
 
-def _place_delta_nets(layers: list[Any], config: TransformerConfig, vp_stage: int | None) -> None:
-    """Replace the attention of linear layers, and keep its projections: local ones, or Transformer Engine's."""
-    pattern = getattr(config, "linear_attention_freq", None) or [0] * config.num_layers
-    first = get_transformer_layer_offset(config, vp_stage)
-    for layer in (layer for layer, is_linear in zip(layers, pattern[first:], strict=False) if is_linear):
+def _place_delta_nets(layers: list[Any], shape: ModelShape, first: int) -> None:
+    """Replace the attention of linear layers, and keep its projections: local ones, or Transformer Engine's.
+
+    first: the number of the stage's first layer.
+    """
+    for layer in (layers[index - first] for index in shape.linear_layers if first <= index < first + len(layers)):
         from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules  # not in every release
 
         from megarl.stand_ins.delta_net import PackedDeltaNet
 
-        projections = layer.submodules.self_attention.submodules
-        norm = ModuleSpec(RMSNorm, params={"plain": True})
-        submodules = GatedDeltaNetSubmodules(projections.linear_qkv, norm, projections.linear_proj)
+        linear = layer.submodules.self_attention.submodules
+        submodules = GatedDeltaNetSubmodules(linear.linear_qkv, RMSNorm, linear.linear_proj)
         layer.submodules.self_attention = ModuleSpec(PackedDeltaNet, submodules=submodules)
-        names = layer.submodules.sharded_state_dict_keys_map
-        layer.submodules.sharded_state_dict_keys_map = {
-            name: key.replace("self_attention.linear_qkv.", "self_attention.in_proj.") for name, key in names.items()
-        }
+        layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:

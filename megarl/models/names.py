@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, pairwise, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Literal
 
@@ -39,11 +39,6 @@ class Rule:
     expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a layer, [E, ...]."""
     when: str = ""
     """Applies only if this field of the shape is set; with "no " in front, only if the field is not set."""
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether its parameters belong to routed experts."""
-        return self.scope in ("expert", "experts")
 
     def applies(self, shape: ModelShape) -> bool:
         is_set = bool(shape.fields.get(self.when.removeprefix("no ")))
@@ -120,25 +115,21 @@ def _delta_net(layout: str, *counts: int) -> Layout:
     Qwen3-Next's rows are ordered by key head first, and then by block.
     """
 
-    def sizes(shape: ModelShape) -> tuple[int, list[int], list[slice]]:
-        num_heads = shape.fields["linear_num_key_heads"] if layout == "delta_net_by_head" else 1
-        ends = [*accumulate(counts, initial=0)]
-        return num_heads, [*row_blocks(layout, shape).values()], [slice(*pair) for pair in pairwise(ends)]
+    def heads(shape: ModelShape) -> int:
+        return shape.fields["linear_num_key_heads"] if layout == "delta_net_by_head" else 1
+
+    def rows(shape: ModelShape, parts: int) -> list[int]:
+        return [count // parts for count in row_blocks(layout, shape).values()]
 
     def cut(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
-        heads, rows, parts = sizes(shape)
-        blocks = (
-            block.flatten(0, 1)
-            for tensor, part in zip(tensors, parts, strict=True)
-            for block in tensor.unflatten(0, (heads, -1)).split([count // heads for count in rows[part]], 1)
-        )
-        return torch.cat([_chunk(block, rank, size, 0) for block in blocks])
+        by_head = torch.cat([tensor.unflatten(0, (heads(shape), -1)) for tensor in tensors], 1)
+        blocks = by_head.split(rows(shape, heads(shape)), 1)
+        return torch.cat([_chunk(block.flatten(0, 1), rank, size, 0) for block in blocks])
 
     def join(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
-        heads, rows, parts = sizes(shape)
-        by_rank = (shard.split([count // len(shards) for count in rows]) for shard in shards)
-        blocks = [torch.cat(block).unflatten(0, (heads, -1)) for block in zip(*by_rank, strict=True)]
-        return [torch.cat(blocks[part], 1).flatten(0, 1) for part in parts]
+        by_rank = (shard.split(rows(shape, len(shards))) for shard in shards)
+        blocks = iter([torch.cat(block).unflatten(0, (heads(shape), -1)) for block in zip(*by_rank, strict=True)])
+        return [torch.cat([*islice(blocks, count)], 1).flatten(0, 1) for count in counts]
 
     return Layout(cut, join)
 
@@ -147,11 +138,8 @@ def _query_and_gate(tensor: torch.Tensor, shape: ModelShape, *order: int) -> tor
     """Reorder rows between [head, query and gate] (order -1, 2) and [group, query and gate, head] (order 2, -1)."""
     if not shape.fields.get("attention_output_gate"):
         return tensor
-    return (
-        tensor.unflatten(0, (shape.fields["num_query_groups"], *order, shape.fields["kv_channels"]))
-        .transpose(1, 2)
-        .flatten(0, 3)
-    )
+    sizes = (shape.fields["num_query_groups"], *order, shape.fields["kv_channels"])
+    return tensor.unflatten(0, sizes).transpose(1, 2).flatten(0, 3)
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -228,15 +216,13 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
         qk, v = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
         sizes |= {
-            "linear_head": fields["linear_value_head_dim"],
-            "linear_heads": values,
             "linear_qk": qk,
             "linear_v": v,
-            "linear_qkv": 2 * qk + v,
-            "linear_qkvz": 2 * qk + 2 * v,
-            "linear_ba": 2 * values,
-            "linear_taps": fields["linear_conv_kernel_dim"],
+            "linear_heads": values,
+            "linear_head": fields["linear_value_head_dim"],
         }
+        sizes |= {"linear_qkv": 2 * qk + v, "linear_qkvz": 2 * (qk + v), "linear_ba": 2 * values}
+        sizes["linear_taps"] = fields["linear_conv_kernel_dim"]
     return {name: size for name, size in sizes.items() if size}
 
 

@@ -153,8 +153,8 @@ def _flag(hf: HFConfig, trait: str | bool) -> bool:
 
 
 def _layers(hf: HFConfig, traits: Traits) -> dict[str, Any]:
-    is_mixed = "delta_net" in traits["readers"]
-    if not is_mixed and hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
+    every = None if "delta_net" in traits["readers"] else ["full_attention"] * hf["num_hidden_layers"]
+    if every and hf["layer_types"] not in (None, every):
         raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
     return {
         "num_layers": hf["num_hidden_layers"],
@@ -257,29 +257,20 @@ def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
 
 def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
     """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
+    kinds, types = ("full_attention", "linear_attention"), hf["layer_types"]
     num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
-    kinds = ("full_attention", "linear_attention")
-    by_interval = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
-    types = by_interval if hf["layer_types"] is None else hf["layer_types"]
+    if types is None:
+        types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
     if len(types) != num_layers or not {*types} <= {*kinds}:
         raise ConfigError(f"layer_types is {types}, expected one of {kinds} for each of num_hidden_layers")
-    fields = {name: hf[name] for name in _LINEAR}
+    fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}
     keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
     if values % keys:
         raise ConfigError(f"linear_num_value_heads is {values}, expected a multiple of linear_num_key_heads, {keys}")
-    is_linear = [kinds.index(kind) for kind in types]
-    return {
-        "attention_output_gate": True,
-        "layernorm_zero_centered_gamma": True,
-        "linear_attention_freq": is_linear,
-        **fields,
-    }
+    gates = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+    return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
 
 
-_LINEAR = (
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
 READERS: Mapping[str, Reader] = {
     "grouped_attention": _grouped_attention,
     "latent_attention": _latent_attention,

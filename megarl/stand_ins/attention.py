@@ -165,29 +165,22 @@ class PackedAttention(torch.nn.Module):
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms.
 
-    Zero-centred, as the config says or not if ``plain``: ``x / rms(x) * (1 + weight)``, in fp32.
+    Zero-centred if the config says so: ``x / rms(x) * (1 + weight)``, in fp32.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-6,
-        own_eps: float | None = None,
-        plain: bool = False,
-        **_: Any,
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, own_eps: float | None = None, **_: Any
     ) -> None:
         if config.normalization != "RMSNorm":
             raise ConfigError(f"norm {config.normalization!r} needs Transformer Engine, expected 'RMSNorm'")
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
-        self._is_centred = config.layernorm_zero_centered_gamma and not plain
-        if self._is_centred:
-            torch.nn.init.zeros_(self.weight)
+        self.is_centred = config.layernorm_zero_centered_gamma
+        torch.nn.init.constant_(self.weight, 0.0 if self.is_centred else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> the same shape."""
-        if not self._is_centred:
+        if not self.is_centred:
             return super().forward(x)
         return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 

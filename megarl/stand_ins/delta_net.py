@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megarl.errors import ConfigError
-from megarl.stand_ins.attention import PackedSequences, length_buckets
+from megarl.stand_ins.attention import length_buckets
 
 _MEGATRON: dict[str, Any] = GatedDeltaNet.__init__.__globals__
 """Of the module with the constructor, whose place differs between releases."""
@@ -50,10 +50,6 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def _normalised(heads: Tensor) -> Tensor:
-    return heads.float() * torch.rsqrt(heads.float().square().sum(-1, keepdim=True) + 1e-6)
-
-
 def _by_length(compute: Callable[..., Tensor], packing: PackedSeqParams, *columns: Tensor) -> Tensor:
     """Call ``compute`` with the rows [n, length, ...] of all sequences of one length; [T, ...] -> [T, ...]."""
     buckets = getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q)
@@ -73,11 +69,12 @@ class PackedDeltaNet(GatedDeltaNet):
         if heads % tp:
             raise ConfigError(f"linear_num_key_heads is {heads}, expected a multiple of parallel.tp, {tp}")
         has_kernel, _MEGATRON["HAVE_FLA"] = _MEGATRON["HAVE_FLA"], True
+        options.pop("cp_comm_type", None)  # of attention
         try:
-            options.pop("cp_comm_type", None)  # of attention
             super().__init__(config, submodules, layer_number, **options)
         finally:
             _MEGATRON["HAVE_FLA"] = has_kernel
+        self.out_norm.is_centred = False
         self.kernel = _MEGATRON["chunk_gated_delta_rule"] if has_kernel and torch.cuda.is_available() else None
         self.cp_group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
@@ -90,51 +87,34 @@ class PackedDeltaNet(GatedDeltaNet):
         self, hidden_states: Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return ([tokens, 1, hidden], bias or None), see the class."""
-        if attention_mask is not None or packed_seq_params is None:
-            raise NotImplementedError("the gated delta net of megarl takes packed sequences without a mask")
+        order, held = getattr(packed_seq_params, "from_ranks", None), None
+        if attention_mask is not None or packed_seq_params is None or (self.cp_group and order is None):
+            raise NotImplementedError("megarl's gated delta net takes no mask, and sequences packed by megarl")
         projected = self.in_proj(hidden_states)[0].squeeze(1)
-        if self.cp_group is None:
-            mixed = self._mix(projected, packed_seq_params)
-        else:
-            packing, rank, local = packed_seq_params, self.cp_group.rank(), projected.size(0)
-            if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
-                raise NotImplementedError("context parallelism needs megarl's PackedSequences")
-            projected = gather_from_sequence_parallel_region(projected, group=self.cp_group)[packing.from_ranks]
-            held = torch.argsort(packing.from_ranks)[rank * local : (rank + 1) * local]
-            mixed = self._mix(projected, packing)[held]
-        return self.out_proj(mixed[:, None])
+        if self.cp_group:
+            held = torch.argsort(order).chunk(self.cp_group.size())[self.cp_group.rank()]
+            projected = gather_from_sequence_parallel_region(projected, group=self.cp_group)[order]
+        mixed = self._mix(projected, packed_seq_params)
+        return self.out_proj(mixed[:, None] if held is None else mixed[held, None])
 
     def _mix(self, projected: Tensor, packing: PackedSeqParams) -> Tensor:
         """[tokens, q k v z b a of this rank] -> [tokens, value heads * d_v]: convolution, delta rule, gated norm."""
-        qk, v, repeat = (
-            self.qk_dim // self.tp_size,
-            self.v_dim // self.tp_size,
-            self.num_value_heads // self.num_key_heads,
-        )
-        heads = self.num_v_heads_local_tp
+        qk, v, heads = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_v_heads_local_tp
         mixed, gate, beta, step = projected.split([2 * qk + v, v, heads, heads], -1)
-        query, key, value = _by_length(self._convolve, packing, mixed).split([qk, qk, v], -1)
-        query, key = (
-            _normalised(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(repeat, 1) for x in (query, key)
-        )
-        columns = [
-            query * self.key_head_dim**-0.5,
-            key,
-            value.unflatten(-1, (heads, -1)),
-            -self.A_log.float().exp() * softplus(step.float() + self.dt_bias.float()),
-            beta.float().sigmoid(),
-        ]
+        mixed = _by_length(lambda rows: silu(self.conv1d(rows.mT)[..., : rows.size(1)]).mT, packing, mixed)
+        *query_and_key, value = mixed.split([qk, qk, v], -1)
+        by_head = (column.float().unflatten(-1, (-1, self.key_head_dim)) for column in query_and_key)
+        normed = (column * torch.rsqrt(column.square().sum(-1, keepdim=True) + 1e-6) for column in by_head)
+        query, key = (column.repeat_interleave(self.num_value_heads // self.num_key_heads, 1) for column in normed)
+        value, gate = (column.unflatten(-1, (heads, -1)) for column in (value, gate))
+        decay = -self.A_log.float().exp() * softplus(step.float() + self.dt_bias.float())
+        heads_and_gates = query * self.key_head_dim**-0.5, key, value, decay, beta.float().sigmoid()
         if self.kernel is None:
-            mixed = _by_length(delta_rule, packing, *columns)
+            mixed = _by_length(delta_rule, packing, *heads_and_gates)
         else:
-            batch = [x[None].to(projected.dtype) for x in columns[:3]] + [x[None] for x in columns[3:]]
+            batch = (column[None].to(value.dtype) if column.dim() == 3 else column[None] for column in heads_and_gates)
             mixed = self.kernel(*batch, scale=1.0, cu_seqlens=packing.cu_seqlens_q)[0][0]
-        normed = self.out_norm(mixed.to(projected.dtype)).float() * silu(gate.float().unflatten(-1, (heads, -1)))
-        return normed.to(projected.dtype).flatten(1)
-
-    def _convolve(self, mixed: Tensor) -> Tensor:
-        """[n, length, channels] -> the same shape: causal, by channel, then silu."""
-        return silu(self.conv1d(mixed.mT)[..., : mixed.size(1)]).mT
+        return (self.out_norm(mixed.to(value.dtype)) * silu(gate.float())).to(value.dtype).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", *arguments: Any, **options: Any) -> dict[str, Any]:
         """Return Megatron's sharded tensors, in which the norm that is not zero-centred has a separate name."""

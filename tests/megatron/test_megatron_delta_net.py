@@ -8,7 +8,6 @@ import pytest
 import tiny_world
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.models.names import LAYOUTS
 from megarl.models.shapes import ModelShape
@@ -54,8 +53,7 @@ def modules(kind: str, tmp_path: Any) -> tuple[torch.nn.Module, torch.nn.Module]
         add_bias_linear=False,
         use_cpu_initialization=True,
     )
-    norm = ModuleSpec(RMSNorm, params={"plain": True})
-    submodules = GatedDeltaNetSubmodules(ColumnParallelLinear, norm, RowParallelLinear)
+    submodules = GatedDeltaNetSubmodules(ColumnParallelLinear, RMSNorm, RowParallelLinear)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     ours = PackedDeltaNet(settings, submodules, 1, pg_collection=groups)
     stored = dict(theirs.named_parameters())

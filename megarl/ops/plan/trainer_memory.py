@@ -104,7 +104,10 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
     """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
     # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
-    return max((2 if rule.is_expert else 3) * whole_bytes(rule, shape, element, ep) for rule in rules_of(shape))
+    return max(
+        (2 if rule.scope in ("expert", "experts") else 3) * whole_bytes(rule, shape, element, ep)
+        for rule in rules_of(shape)
+    )
 
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
@@ -203,10 +206,8 @@ def head_bytes(shape: ModelShape, cut: Cut) -> int:
 def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
     """Bytes kept by one layer; ``recompute`` names modules of selective recomputation, which keep only the input."""
     latent, is_moe = shape.fields.get("multi_latent_attention"), layer in shape.moe_layers
-    if layer in shape.linear_layers:
-        attention = _linear_attention(shape, cut)
-    else:
-        attention = (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
+    softmax = _latent_attention if latent else _grouped_attention
+    attention = (_linear_attention if layer in shape.linear_layers else softmax)(shape, cut, recompute)
     if is_moe:
         mlp = 0 if "moe" in recompute else _moe(shape, cut, recompute)
     else:
@@ -234,7 +235,7 @@ def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) 
     return (normed + cut.element * (2 * q + kv + output) + 4 * heads + gate) * cut.slots
 
 
-def _linear_attention(shape: ModelShape, cut: Cut) -> int:
+def _linear_attention(shape: ModelShape, cut: Cut, _: Collection[str] = ()) -> int:
     """Rows around projection and convolution, and fp32 heads, decays and states of the gated delta rule in plain torch.
 
     Chunks have 64 tokens. Kernels keep less.
