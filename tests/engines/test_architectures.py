@@ -10,7 +10,15 @@ import pytest
 import torch
 from local_engines import local_engine
 from rollout_oracle import make_requests
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from megarl.engines.local.decode import RouteRecorder
 from megarl.engines.protocol import SamplingParams
@@ -35,6 +43,11 @@ GPT_OSS = GptOssConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2, slid
 TIED = Qwen3MoeConfig(
     **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
 )
+LINEAR = Qwen3NextConfig(
+    **{**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, "full_attention_interval": 2, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+)
 PARAMS = SamplingParams(max_response_tokens=6)
 
 
@@ -50,8 +63,8 @@ def save(config: Any, path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("config", "num_layers"),
-    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3)],
-    ids=["glm", "mixtral", "tied", "gpt_oss"],
+    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3), (LINEAR, 3)],
+    ids=["glm", "mixtral", "tied", "gpt_oss", "linear attention"],
 )
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
