@@ -119,12 +119,12 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     layers: list[Any] = [copy.deepcopy(layer) for layer in spec.layer_specs or []]
     for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
         layer.submodules.self_attention.module = _LatentAttention
+    first = get_transformer_layer_offset(config, vp_stage)
     if uses_te(shape):
         for layer in [] if _te_attends(config) else layers:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
-        _place_delta_nets(layers, shape, get_transformer_layer_offset(config, vp_stage))
+        _place_delta_nets(layers, shape, first)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
-    first = get_transformer_layer_offset(config, vp_stage)
     if layers and shape.indexer_layers and first not in shape.indexer_layers:
         expected = f"expected one of {[*shape.indexer_layers]}; change parallel.pp, vpp or the first stage's layers"
         raise ConfigError(f"layer {first}, the first of a stage, takes keys that an earlier one selects, {expected}")
@@ -148,7 +148,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    _place_delta_nets(layers, shape, get_transformer_layer_offset(config, vp_stage))
+    _place_delta_nets(layers, shape, first)
     norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although 0.16 and before annotate a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class)
 
