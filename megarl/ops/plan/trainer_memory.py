@@ -105,10 +105,8 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
     """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
     # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
-    return max(
-        (2 if rule.scope in ("expert", "experts") else 3) * whole_bytes(rule, shape, element, ep)
-        for rule in rules_of(shape)
-    )
+    rules = rules_of(shape)
+    return max((3 - rule.scope.startswith("expert")) * whole_bytes(rule, shape, element, ep) for rule in rules)
 
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
