@@ -187,14 +187,9 @@ class PackedAttention(torch.nn.Module):
             key, value = (pad(column, (0, 8, 0, 1)) for column in (key, value))
             key[..., -1, -8] = 1.0
             visible = pad(visible, (0, 1), value=True)
+        is_grouped = query.size(1) != key.size(1)
         out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
+            query, key, value, visible, is_causal=visible is None, scale=self.softmax_scale, enable_gqa=is_grouped
         )
         return out[..., :width].transpose(1, 2)
 

@@ -258,8 +258,7 @@ def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -
     output = fields["qk_head_dim"] if "core_attn" in recompute else 0
     attention = e * heads * (2 * (fields["qk_head_dim"] + rope + value) + output) + 4 * heads
     topk = fields.get("dsa_indexer_topk") or cut.longest
-    if cut.longest > topk:
-        attention += 4 * topk if "core_attn" in recompute else e * cut.longest
+    attention += (4 * topk if "core_attn" in recompute else e * cut.longest) * (cut.longest > topk)
     return latents * cut.rows + ((4 * e + 4) * rope + attention) * cut.slots
 
 
