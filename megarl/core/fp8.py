@@ -20,10 +20,12 @@ SCALE = "_scale_inv"
 _SMALLEST = 1e-12
 """The maximum of a block of zeros: a scale of 0 would give NaN."""
 
-_LINEAR = re.compile(r"\.(?!eh_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
-"""Projections of attention, MLPs and experts. The ``eh_proj`` of a prediction layer is a plain linear layer in
-engines."""
-_HIGH_PRECISION = re.compile(r"((^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj)\.weight|bias)$")
+_LINEAR = re.compile(r"\.(?!eh_proj\.|weights_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123]|wq_b|wk)\.weight$")
+"""Projections of attention, indexers, MLPs and experts. The ``eh_proj`` of a prediction layer and the ``weights_proj``
+of an indexer are plain linear layers in engines."""
+_HIGH_PRECISION = re.compile(
+    r"((^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|weights_proj)\.weight|bias)$"
+)
 
 
 @cache  # every update asks for the same names
