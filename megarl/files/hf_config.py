@@ -220,6 +220,10 @@ class MoeShape:
     def dense_layers(self) -> tuple[int, ...]:
         return tuple(sorted(set(range(self.num_layers)) - {*self.moe_layers, *self.exempt_layers}))
 
+    def __str__(self) -> str:
+        table = f", layers {[*self.exempt_layers]} take experts from a table of token ids" if self.exempt_layers else ""
+        return f"{len(self.moe_layers)} of {self.num_layers} layers have routes{table}"
+
     @staticmethod
     def of(hf: Mapping[str, Any]) -> MoeShape:
         """Read a model's config.json, also of families that the trainer does not build (``LAYER_MAPS``).
@@ -231,10 +235,8 @@ class MoeShape:
             return MoeShape(config["num_hidden_layers"], (), 0, 0) if kind in DENSE else read_moe(config)
         if kind in LAYER_MAPS:
             topk = hf.get("moe_topk")
-            if (
-                isinstance(topk, list) and topk and topk.count(topk[0]) == len(topk)
-            ):  # Hunyuan's, the same in each layer
-                hf = {**hf, "moe_topk": topk[0]}
+            if isinstance(topk, list) and topk[:1] * len(topk) == topk:  # Hunyuan's, the same in each layer
+                hf = {**hf, "moe_topk": next(iter(topk), None)}
             return read_moe(HFConfig(hf, {"sizes": ("num_hidden_layers", "num_experts_per_tok")}, LAYER_MAPS[kind]))
         if isinstance(text := hf.get("text_config"), Mapping):
             return MoeShape.of({"model_type": f"{kind}_text", **text, "text_config": None})
@@ -260,12 +262,10 @@ def read_moe(hf: HFConfig) -> MoeShape:
     """Return the shape in a config of one family. ConfigError if they contradict each other."""
     kinds: Any = hf.get("mlp_layer_types") or []
     num_layers = hf.get("num_layers") or hf["num_hidden_layers"] or len(kinds)
-    if kinds and not (
-        isinstance(kinds, list | str) and len(kinds) >= num_layers and all(map(_KINDS_OF_LAYERS.count, kinds))
-    ):
-        label = hf._labels.get("mlp_layer_types", "mlp_layer_types")
-        names = ", ".join(map(repr, _KINDS_OF_LAYERS))
-        raise ConfigError(f"{label} is {reprlib.repr(kinds)}, expected for each of {num_layers} layers one of {names}")
+    names = [name for group in _MAPS["kinds"].values() for name in group]
+    if not isinstance(kinds, list | str) or len(kinds) < num_layers * bool(kinds) or not all(map(names.count, kinds)):
+        label = f"{hf._labels.get('mlp_layer_types', 'mlp_layer_types')} is {reprlib.repr(kinds)}"
+        raise ConfigError(f"{label}, expected for each of {num_layers} layers one of {str(names)[1:-1]}")
     if hf.get("enable_moe_block") is False:
         return MoeShape(num_layers, (), 0, 0)
     dense, stated = hf.get("mlp_only_layers") or (), hf.get("moe_layers")
@@ -275,7 +275,8 @@ def read_moe(hf: HFConfig) -> MoeShape:
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
     last, num_hashed = hf.get("moe_layer_end_index"), hf.get("num_hash_layers") or 0
     end = num_layers if last in (None, -1) else min(last + 1, num_layers)
-    moe = [i for i in range(first, end) if i not in dense and (i + 1) % step == 0] if stated is None else sorted(stated)
+    moe = [i for i in range(first, end) if i not in dense and (i + 1) % step == 0]
+    moe = moe if stated is None else sorted({*stated})
     if kinds:
         moe = [i for i in range(num_layers) if kinds[i] not in _MAPS["kinds"]["none"]]
     exempt = [i for i in moe if (kinds[i] in _MAPS["kinds"]["table"] if kinds else i < num_hashed)]
@@ -287,6 +288,3 @@ def read_moe(hf: HFConfig) -> MoeShape:
         found = f"num_hidden_layers is {num_layers} with {num_experts} experts each"
         raise ConfigError(f"{found}, expected at most {most} experts in all")
     return MoeShape(num_layers, tuple(i for i in moe if i not in exempt), num_experts, topk, tuple(exempt))
-
-
-_KINDS_OF_LAYERS = [kind for kinds in _MAPS["kinds"].values() for kind in kinds]

@@ -33,21 +33,20 @@ def find_routers(chunk: Any, shape: MoeShape | None = None) -> list[TopKRouter]:
     decoder = getattr(chunk, "decoder", None)
     if decoder is None:
         raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
-    found_routers, expected_shape = [], shape
-    if shape is None and isinstance(chunk, GPTModel):
-        expected_shape = MoeShape.of_megatron(decoder.config)
+    found_routers = []
+    planned = MoeShape.of_megatron(decoder.config) if shape is None and isinstance(chunk, GPTModel) else shape
     for layer in decoder.layers:
         modules, number = list(layer.modules()), getattr(layer, "layer_number", 0)
         routers = [module for module in modules if isinstance(module, TopKRouter)]
-        is_exempt = expected_shape is not None and number - 1 in expected_shape.exempt_layers
+        is_exempt = planned is not None and number - 1 in planned.exempt_layers
         for router in routers:
             _check_choice(router, number - 1, is_exempt)
         if is_exempt:
             continue
         expected, reason = sum(isinstance(module, BaseMoELayer) for module in modules), "its MoE layers"
-        if expected_shape is not None:
+        if planned is not None:
             reason = f"moe_layer_freq = {layer.config.moe_layer_freq!r}" if shape is None else "the MoeShape"
-            expected = int(number - 1 in expected_shape.moe_layers)
+            expected = int(number - 1 in planned.moe_layers)
         if len(routers) != expected:
             raise ReplayError(
                 f"layer {number - 1}: found {len(routers)} routers, expected {expected} by {reason}; replay would skip "

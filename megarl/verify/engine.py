@@ -174,10 +174,8 @@ class _Probe:
         if trace.num_missing > 1:  # the last token never has a row
             raise TraceError(f"{trace.num_missing - 1} of {len(trace.experts) - 1} rows are -1")
         used = len(np.unique(trace.experts))
-        exempt = f"; layers {[*self.shape.exempt_layers]} have none: a table" if self.shape.exempt_layers else ""
-        return (
-            f"{list(trace.experts.shape)} with the last token; {used} of {trace.num_experts} experts are used{exempt}"
-        )
+        size = f"{list(trace.experts.shape)} with the last token"
+        return f"{size}; {used} of {trace.num_experts} experts are used; {self.shape}"
 
     def ask_slot_order(self) -> str:
         """Experts of small weight are the first to leave in another context: see in which slots they were."""
