@@ -93,6 +93,18 @@ class TestOneRank:
         with pytest.raises(ReplayError, match=r"the MoeShape has .*'topk': 3.*, expected .*'topk': 2.* as Megatron's"):
             RoutingReplay(model.chunks, shape=replace(SHAPE, topk=3))
 
+    def test_a_shape_says_which_layers_of_a_hybrid_model_have_experts(self) -> None:
+        """Megatron's hybrid models leave moe_layer_freq at 1; their pattern is no field of the config."""
+        model = build_alone(Variant(router="every_other"))
+        unwrap(model.chunks[0]).config.moe_layer_freq = 1
+        with pytest.raises(ReplayError, match="layer 0: found 0 routers, expected 1 by moe_layer_freq"):
+            RoutingReplay(model.chunks)
+        hybrid = MoeShape(4, (1, 3), 8, 2)
+        replay, watch = RoutingReplay(model.chunks, shape=hybrid), RoutingWatch(model.chunks, shape=hybrid)
+        whole = torch.zeros(2, 16, 2, 2, dtype=torch.uint8)
+        assert list(replay.layers) == watch.layers == [1, 3]
+        assert replay.rows(whole).experts.shape == watch.rows(whole).experts.shape == (32, 2, 2)
+
     @pytest.mark.parametrize("field", ["moe_n_hash_layers", "moe_num_hash_layers"])
     def test_routers_of_later_releases_that_say_so_are_exempt(self, field: str) -> None:
         """Megatron-LM's dev and main branches have these names; no release has."""
