@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -89,6 +89,10 @@ class Keys:
 
     def extra_states(self, piece: Piece, shape: ModelShape) -> list[str]:
         """Return the names of the ``_extra_state`` objects of the parameter's module; without FP8 training: None."""
+        if piece.rule.scope == "experts":
+            of_each = replace(piece.rule, scope="expert")
+            pieces = (Piece(of_each, piece.layer, expert) for expert in range(shape.num_experts))
+            return [name for single in pieces for name in self.extra_states(single, shape)]
         place = self.place(piece, shape)
         module = place.key.rpartition(".")[0]
         leaf = module.rpartition(".")[2]

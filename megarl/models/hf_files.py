@@ -16,7 +16,16 @@ from safetensors.torch import save_file
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.errors import CheckpointError, ConfigError, DataError, some
 from megarl.files.foreign_json import require_regular
-from megarl.files.hf_config import QUANTIZATION, family_entry, flatten, hf_name, read_dtype, read_fp8_block
+from megarl.files.hf_config import (
+    QUANTIZATION,
+    family_entry,
+    flatten,
+    hf_name,
+    is_beside_text,
+    is_turned,
+    read_dtype,
+    read_fp8_block,
+)
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 
@@ -76,14 +85,24 @@ class HFCheckpoint:
         """Return the name that a tensor of a text model has in this checkpoint."""
         return hf_name(self._kind, name)
 
+    def names_of_text(self) -> set[str]:
+        """Return the tensors of the text model, without prediction layers."""
+        return {*self.names()} - self.names_of_prediction_layers() - {*self.names_beside_text()}
+
     def names_beside_text(self) -> list[str]:
         """Return the tensors of a larger model that do not belong to its text model, such as a vision tower's."""
-        globs = family_entry(self._kind, "beside") or ()
-        return sorted(name for name in self.names() if any(fnmatch.fnmatchcase(name, glob) for glob in globs))
+        return sorted(name for name in self.names() if is_beside_text(self._kind, name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, from the file's header."""
-        return tuple(self._slice(name).get_shape())
+        """Return the shape of ``read(name)``, from the file's header."""
+        shape = tuple(self._slice(name).get_shape())
+        return (shape[0], shape[2], shape[1]) if self._is_turned(name, shape) else shape
+
+    def _is_turned(self, name: str, shape: tuple[int, ...]) -> bool:
+        try:
+            return is_turned(self._kind, name, shape, self._config.get("hidden_size", 0))
+        except DataError as error:
+            raise CheckpointError(f"{self._files[name]}: {error}") from error
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of ``read(name)``. CheckpointError for an unknown dtype."""
@@ -115,6 +134,8 @@ class HFCheckpoint:
         rows: of the first axis of a tensor in high precision, read without the others.
         """
         tensor = self.stored(name, rows)
+        if self._is_turned(name, tuple(tensor.shape)):
+            tensor = tensor.transpose(1, 2)
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
         self.check_values(name)

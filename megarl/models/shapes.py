@@ -93,7 +93,9 @@ def read_rope(hf: HFConfig) -> HFConfig:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
-    return HFConfig({**left_out, **values}, ROPE, prefix=f"{place}.")
+    # Of text alone, all parts of multimodal positions are equal.
+    multimodal = {"harmless": ["mrope_*"] if family_entry(hf.values["model_type"], "text") else []}
+    return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
 
 
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
