@@ -44,7 +44,6 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "minimax_m3_vl_text": [{"moe_layer_freq": [0, 0, 1, 1, 0, 1]}, {"mlp_layer_types": ["sparse", "dense"] * 3}],
     "nemotron_h": [{"layers_block_type": ["moe", "mamba", "mlp", "moe"]}, {"layer_types": ["moe"] * 2}],
     "qwen3_next": [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}],
-    "qwen3_vl_moe_text": [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}],
 }
 """Beside the defaults of each class."""
 
