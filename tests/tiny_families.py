@@ -56,6 +56,16 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# As published ones say it, with other numbers.
+_YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
 _VISION = {
     **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
@@ -98,6 +108,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", _COMMON),
     "llama": ("llama", {**_COMMON, "head_dim": 16, "rope_parameters": _LLAMA3}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_COMMON, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 3}
+        | {"rope_parameters": _YARN_OF_GPT_OSS, "swiglu_limit": 7.0},
+    ),
 }
 """Name -> (transformers' model type, its config)."""
 
@@ -124,6 +139,8 @@ def write_family(folder: Path, name: str, **changes: Any) -> Path:
                     tensor.uniform_(0.5, 1.5)
                 elif "bias" in key:
                     tensor.normal_(std=0.1)
+                elif "sinks" in key:
+                    tensor.normal_()
     model.save_pretrained(folder)
     if family_entry(kind, "turned"):
         turn_experts(folder)

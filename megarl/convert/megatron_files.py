@@ -99,11 +99,15 @@ class Keys:
         is_whole = piece.rule.scope == "model" and leaf != "final_layernorm"
         if is_whole or not (leaf.startswith("linear_") or self.layers == "te"):
             return []
-        index, sizes = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.sizes or (1,)))
+        indices, sizes = [place.index or (0,)], place.sizes or (1,)
+        if piece.rule.scope == "experts":  # each has one
+            indices = [(*place.index, expert) for expert in range(shape.num_experts)]
+            sizes = (*place.sizes, shape.num_experts)
+        shards = [f"shard_{'_'.join('.'.join(map(str, part)) for part in (index, sizes))}" for index in indices]
         modules = [module]
         if self.layers == "te" and leaf == "linear_proj":
             modules.append(module.replace("linear_proj", "core_attention"))
-        return [f"{name}._extra_state/shard_{index}_{sizes}" for name in modules if leaf != "router"]
+        return [f"{name}._extra_state/{shard}" for name in modules if leaf != "router" for shard in shards]
 
 
 def units_of(shape: ModelShape) -> list[list[Piece]]:

@@ -76,6 +76,7 @@ def _build(config: Any) -> Facts:
     outer, config = config, config.get_text_config()
     inner = getattr(model.model, "language_model", model.model)
     rotary, layer = type(inner.rotary_emb)(config), inner.layers[-1]
+    window = getattr(config, "sliding_window", None)
     moe = [index for index, one in enumerate(inner.layers) if hasattr(one.mlp, "experts")]
     facts: Facts = {
         "parameters": checkpoint_parameters(model, outer),
@@ -87,7 +88,7 @@ def _build(config: Any) -> Facts:
         "tied": outer.tie_word_embeddings,
         "positions": config.max_position_embeddings,
         "activation": config.hidden_act,
-        "window": getattr(layer.self_attn, "sliding_window", None) or getattr(config, "sliding_window", None) or None,
+        "windows": tuple(getattr(one.self_attn, "sliding_window", window) or None for one in inner.layers),
         "clip": getattr(config, "clip_qkv", None),
         "interleaved": getattr(config, "rope_interleave", None),
     }
@@ -98,7 +99,8 @@ def _build(config: Any) -> Facts:
         block = inner.layers[moe[-1]].mlp
         names = ("top_k", "norm_topk_prob", "topk_group", "routed_scaling_factor")
         # Releases of transformers have them in the block or in its router.
-        facts["router"] = {name: getattr(block, name, getattr(block.gate, name, None)) for name in names}
+        gate = getattr(block, "gate", None) or block.router
+        facts["router"] = {name: getattr(block, name, getattr(gate, name, None)) for name in names}
         facts["router"]["n_group"] = getattr(config, "n_group", None)
     return facts
 
@@ -133,16 +135,18 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
     frequencies, rotary_scale = plain.inv_freq.double(), 1.0
     depth = fields["qk_head_dim"] + width if is_latent else width
     attention_scale = depth**-0.5
-    if fields.get("rope_type") == "yarn":
-        factor, all_dim = fields["rotary_scaling_factor"], fields["mscale_all_dim"]
+    if fields.get("rope_type") == "yarn" or "yarn_beta_fast" in fields:
+        own = {name.removeprefix("yarn_"): value for name, value in fields.items()}
+        factor, all_dim = own["rotary_scaling_factor"], own["mscale_all_dim"]
         bounds = yarn._yarn_find_correction_range(
-            fields["beta_fast"], fields["beta_slow"], width, fields["rotary_base"],
-            fields["original_max_position_embeddings"],
+            own["beta_fast"], own["beta_slow"], width, shape.rotary_base,
+            own["original_max_position_embeddings"], own.get("correction_range_round_to_int", True),
         )  # fmt: skip
         ramp = yarn._yarn_linear_ramp_mask(*bounds, width // 2, torch.device("cpu"))
         frequencies = frequencies / factor * ramp + frequencies * (1 - ramp)
-        rotary_scale = yarn._yarn_get_concentration_factor(factor, fields["mscale"], all_dim)
-        attention_scale *= yarn._yarn_get_mscale(factor, all_dim) ** 2
+        rotary_scale = yarn._yarn_get_concentration_factor(factor, own["mscale"], all_dim)
+        attention_scale *= yarn._yarn_get_mscale(factor, all_dim) ** 2 if is_latent else 1
+    window, has_window = fields.get("window_size"), fields.get("window_attn_skip_freq", [0] * shape.num_layers)
     facts: Facts = {
         "parameters": hf_shapes(shape),
         "frequencies": frequencies,
@@ -153,7 +157,7 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
         "tied": shape.tied_embeddings,
         "positions": shape.max_sequence_length,
         "activation": "silu",
-        "window": None,
+        "windows": tuple(window[0] + 1 if window and has else None for has in has_window),
         "clip": None,
         "interleaved": True if is_latent else None,
     }
@@ -344,7 +348,7 @@ def test_every_key_is_read_as_transformers_reads_it_or_refused_by_name(
     assert num_refused > 200
 
 
-@pytest.mark.parametrize("name", ["kimi_k2 5", "kimi_k2 4"])
+@pytest.mark.parametrize("name", ["kimi_k2 5", "kimi_k2 4", "gpt_oss 5"])
 def test_yarn_scales_as_in_transformers_or_is_refused(name: str, tmp_path: Path) -> None:
     """transformers scales cosines and scores by both mscales, by the factor alone where one is absent."""
     place = next(place for place in ROPE_PLACES if BASES[name].get(place))
@@ -358,7 +362,9 @@ def test_yarn_scales_as_in_transformers_or_is_refused(name: str, tmp_path: Path)
             num_equal += 1
         except ConfigError:
             continue
-    assert num_equal == 2 * (1 + 4)  # equal mscales, as 1 and 1.0 are, without an attention factor or with null
+    # Equal mscales, as 1 and 1.0 are, in latent attention; each, or both, null or left out in grouped attention. All of
+    # that without an attention factor, or with null.
+    assert num_equal == 2 * (1 + 4 if name.startswith("kimi") else 9 + 12 + 4)
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -465,7 +471,9 @@ def test_public_configs_are_read_as_transformers_reads_them_or_refused_with_the_
             read(config, tmp_path)
         return
     shape = read(config, tmp_path)
-    small = {key: min(config[key], 5) for key in ("num_hidden_layers",)}  # building all layers takes seconds
+    small: Config = {"num_hidden_layers": min(config["num_hidden_layers"], 5)}  # building all layers takes seconds
+    if "layer_types" in config:
+        small["layer_types"] = config["layer_types"][:5]
     few = read({**config, **small}, tmp_path)
     with quiet():
         theirs = facts_of_transformers(as_class_types({**config, **small, "quantization_config": None}))
