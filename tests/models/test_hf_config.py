@@ -53,7 +53,7 @@ def class_of(kind: str) -> Any:
 def nested(config: Config) -> Config:
     """The config.json of a larger model whose text model has the keys of this table."""
     kind = config.get("model_type")
-    if "text" not in FAMILIES.get(kind, {}):
+    if "text" not in FAMILIES.get(kind, {}) or "text_config" in config:
         return config
     outer = ("model_type", "architectures", "tie_word_embeddings", "dtype", "torch_dtype")
     text = {key: value for key, value in config.items() if key not in outer}
