@@ -18,8 +18,8 @@ from megarl.files.hf_config import (
     HFConfig,
     count_prediction_layers,
     read_dtype,
-    read_fp8_block,
     read_moe,
+    read_weight_block,
 )
 
 
@@ -274,7 +274,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ConfigError(f"model type {kind!r} in {path} is not supported{reason}; supported are {supported}")
     try:
         read_dtype(hf)
-        read_fp8_block(hf)
+        read_weight_block(hf)
         count_prediction_layers(hf)
         return _read(HFConfig.of(hf), kind)
     except ConfigError as error:
