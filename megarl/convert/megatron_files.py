@@ -73,12 +73,13 @@ class Keys:
             name, index, sizes = name.replace(_LAYER, "layers."), [layer], [shape.num_layers]
         elif rule.scope != "model":
             name = name.replace(_LAYER, f"layers.{layer}.")
+        name = name.replace("{expert}.", "")
         if rule.scope == "expert":
-            name, index, sizes = name.replace("{expert}.", ""), [*index, expert], [*sizes, shape.num_experts]
+            index, sizes = [*index, expert], [*sizes, shape.num_experts]
         return Place(name, tuple(index), tuple(sizes))
 
     def _name(self, rule: Rule, shape: ModelShape) -> str:
-        if rule.scope == "expert":  # equal for both kinds of layers
+        if rule.scope in ("expert", "experts"):  # equal for both kinds of layers
             return rule.megatron[0].replace("local_experts.{expert}", "experts.{expert}")
         name = rule.megatron[0 if self.layers == "local" else -1]
         if self.layers == "local" and not shape.fields.get("multi_latent_attention"):

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
@@ -107,8 +107,9 @@ def read_model_config(folder: str | Path) -> PretrainedConfig:
     """transformers' config of a model folder; for a type unknown to transformers, such as kimi_k2, the family's
     config."""
     hf = read_json(Path(folder) / "config.json")
-    family = FAMILIES.get(str(hf.get("model_type")), {}).get("like")
-    if family is None:
+    kind = str(hf.get("model_type"))
+    family = FAMILIES.get(kind, {}).get("like")
+    if family is None or kind in CONFIG_MAPPING:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
-_TABLES = tomllib.loads(Path(__file__).with_name("hf_config.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 COMMON: Mapping[str, Any] = _TABLES["common"]
 FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
 ROPE: Mapping[str, Any] = _TABLES["rope"]
@@ -46,7 +46,7 @@ class HFConfig:
     """
 
     def __init__(self, values: Mapping[str, Any], *tables: Mapping[str, Any], prefix: str = "") -> None:
-        """tables: of hf_config.toml; a later default overrides.
+        """tables: of families.toml; a later default overrides.
 
         ``defaults``, ``required``, ``optional`` and ``derived`` then hold the keys of these kinds.
         """
@@ -70,6 +70,7 @@ class HFConfig:
     @staticmethod
     def of(hf: Mapping[str, Any]) -> HFConfig:
         """Return the config of a model whose type is in ``FAMILIES``."""
+        hf = flatten(hf)
         table = FAMILIES[hf["model_type"]]
         base = FAMILIES[table["like"]] if "like" in table else {}
         return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, base, table)
@@ -115,6 +116,38 @@ class HFConfig:
     def is_harmless(self, key: str) -> bool:
         """Whether a key says nothing of the model's computation."""
         return any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
+
+
+def family_entry(kind: str, key: str) -> Any:
+    """Return what families.toml says of a model type under ``key``, or of the family that it is like; None without."""
+    entry = FAMILIES.get(kind, {})
+    return entry[key] if key in entry else FAMILIES.get(entry.get("like", ""), {}).get(key)
+
+
+def hf_name(kind: str, name: str) -> str:
+    """Return the name that a tensor of a text model has in the checkpoints of a model type, a larger model perhaps."""
+    prefixes = family_entry(kind, "prefixes") or {}
+    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
+
+
+def flatten(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of a text model inside a larger model as one table; any other config as it is.
+
+    The larger model's keys replace those of ``text_config`` that say nothing of the computation, and
+    ``tie_word_embeddings``. ConfigError for another text model, and for two values of a key.
+    """
+    kind = family_entry(str(hf.get("model_type")), "text")
+    text = hf.get("text_config")
+    if kind is None:
+        return hf
+    if not isinstance(text, dict) or text.get("model_type", kind) != kind:
+        raise ConfigError(f"text_config is {reprlib.repr(text)}, expected a table of model type {kind!r}")
+    outer = {key: value for key, value in hf.items() if key != "text_config"}
+    replaced = {"model_type", "architectures", "tie_word_embeddings"}
+    for key in text.keys() & outer.keys() - replaced:
+        if text[key] != outer[key] and not any(fnmatch.fnmatchcase(key, glob) for glob in _TABLES["harmless"]):
+            raise ConfigError(f"{key} is {outer[key]!r}, and in text_config {text[key]!r}; expected one value")
+    return {**{key: value for key, value in text.items() if key not in replaced}, **outer}
 
 
 def read_dtype(hf: Mapping[str, Any]) -> str:
@@ -183,7 +216,9 @@ def _compressed_weights(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return weights if is_readable else []
 
 
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = tuple(
+    kind for kind in FAMILIES if not any("experts" in name for name in family_entry(kind, "shape")["readers"])
+)
 """Model types without experts."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -16,7 +15,15 @@ from safetensors.torch import save_file
 
 from megarl.errors import CheckpointError, ConfigError, DataError, some
 from megarl.files.foreign_json import require_regular
-from megarl.files.hf_config import QUANTIZATION, find_quantization, read_dtype, read_weight_block
+from megarl.files.hf_config import (
+    QUANTIZATION,
+    family_entry,
+    find_quantization,
+    flatten,
+    hf_name,
+    read_dtype,
+    read_weight_block,
+)
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 from megarl.models.quantized import dequantize, describe_misfit, pair_codes, shape_of_weight
@@ -31,7 +38,7 @@ _DTYPES = {
 }
 
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:^|\.)model\.(?:language_model\.)?layers\.(\d+)\.(.+)")
 
 
 class HFCheckpoint:
@@ -45,7 +52,9 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
+        config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
+        self._config = flatten(config)
+        self._kind = str(config.get("model_type"))
         self._open: tuple[Path, Any] | None = None
         try:
             self._block = read_weight_block(self._config)
@@ -68,10 +77,19 @@ class HFCheckpoint:
 
     def names_of_prediction_layers(self) -> set[str]:
         """Return the tensors of layers behind the model's layers that have an ``eh_proj``."""
-        last = self._config.get("num_hidden_layers") or 0
-        matches = (_LAYER.fullmatch(name) for name in self.names() if name.endswith(".eh_proj.weight"))
-        prefixes = tuple(f"model.layers.{match[1]}." for match in matches if match and int(match[1]) >= last)
+        last, layers = self._config.get("num_hidden_layers") or 0, self.text_name("model.layers.")
+        matches = (_LAYER.search(name) for name in self.names() if name.endswith(".eh_proj.weight"))
+        prefixes = tuple(f"{layers}{match[1]}." for match in matches if match and int(match[1]) >= last)
         return {name for name in self.names() if name.startswith(prefixes)}
+
+    def text_name(self, name: str) -> str:
+        """Return the name that a tensor of a text model has in this checkpoint."""
+        return hf_name(self._kind, name)
+
+    def names_beside_text(self) -> list[str]:
+        """Return the tensors of a larger model that do not belong to its text model, such as a vision tower's."""
+        globs = family_entry(self._kind, "beside") or ()
+        return sorted(name for name in self.names() if any(fnmatch.fnmatchcase(name, glob) for glob in globs))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of ``read(name)``, from the file's header."""
@@ -91,31 +109,32 @@ class HFCheckpoint:
             )
         return _DTYPES[stored]
 
-    def stored(self, name: str, index: int | None = None) -> torch.Tensor:
+    def stored(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """Return a tensor [...] as stored, also codes and scales. CheckpointError if unreadable.
 
-        index: return one entry of the first dimension, without reading the rest.
+        rows: of the first axis, read without the others.
         """
         if name not in self._files:
             raise CheckpointError(f"{self.path} holds no {name}")
         file = self._files[name]
         try:
-            handle = self._handle(file)
-            return handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
-        except (SafetensorError, RuntimeError, ValueError, IndexError) as error:
+            return self._handle(file).get_tensor(name) if rows is None else self._slice(name)[rows]
+        except (SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
 
-    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """Return a tensor of ``shape(name)``, dequantised if quantised. CheckpointError if unreadable.
 
-        index: of the first dimension, for example one expert of a stack.
+        rows: of the first axis, read without the others, for example an expert of a stack.
         """
         if name not in self._codes:
-            return self.stored(name, index)
+            return self.stored(name, rows)
         self.check_values(name)
         codes, scales = self._codes[name]
-        shared = self._slice(scales).get_shape()[:1] in ([], [1])
-        values = self.stored(codes, index), self.stored(scales, None if shared else index)
+        if rows is not None and len(self.shape(name)) < 3:  # rows of a matrix may begin inside a block
+            return self.read(name)[rows]
+        is_shared = self._slice(scales).get_shape()[:1] in ([], [1])
+        values = self.stored(codes, rows), self.stored(scales, None if is_shared else rows)
         return dequantize(*values, self._block_of(codes)).to(self._high_precision())
 
     def check_values(self, name: str) -> None:
@@ -191,6 +210,7 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
     unknown = {name for name in hf.names() - set(expected) if not _is_known_copy(name, hf, expected)}
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
     dropped |= unknown & hf.names_of_prediction_layers()
+    unknown -= {*hf.names_beside_text()}
     faults = {
         "missing": list(set(expected) - hf.names()),
         "unknown": list(unknown - dropped),
@@ -210,7 +230,7 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
 
 def describe_left_out(names: Sequence[str]) -> str:
     """Return a line about the tensors that ``check_tensors`` leaves out; "" for no tensors."""
-    layers = sorted({int(match[1]) for name in names if (match := _LAYER.fullmatch(name))})
+    layers = sorted({int(match[1]) for name in names if (match := _LAYER.search(name))})
     of_layers = f" of prediction layer {', '.join(map(str, layers))}" if layers else ""
     return f"left out: {len(names)} tensors{of_layers} ({some(names)})" if names else ""
 
@@ -219,8 +239,8 @@ def _is_known_copy(name: str, hf: HFCheckpoint, expected: dict[str, tuple[int, .
     """Whether a tensor is redundant: rotary frequencies, or a tied output layer equal to the embedding."""
     if name.endswith(".rotary_emb.inv_freq"):
         return True
-    embedding = "model.embed_tokens.weight"
-    if name != "lm_head.weight" or not {embedding} & hf.names() & set(expected):
+    embedding, head = hf.text_name("model.embed_tokens.weight"), hf.text_name("lm_head.weight")
+    if name != head or not {embedding} & hf.names() & set(expected):
         return False
     return hf.shape(name) == hf.shape(embedding) and torch.equal(hf.read(name), hf.read(embedding))
 
@@ -268,6 +288,27 @@ def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> Non
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
+_PREDICTION_LAYERS = ("num_nextn_predict_layers",)
+"""Keys of config.json for the number of prediction layers."""
+_BESIDE = "model-beside-text.safetensors"
+
+
+def _copy_beside_text(source: Path, target: Path) -> None:
+    with HFCheckpoint(source) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.names_beside_text()}
+    if not tensors:
+        raise CheckpointError(
+            f"{source} holds the text model alone, expected the whole model of its config.json: take the folder that "
+            "was downloaded, for megarl convert with --model"
+        )
+    save_tensors(tensors, target / _BESIDE)
+    index = (
+        read_json(target / INDEX) if (target / INDEX).is_file() else {"metadata": {"total_size": 0}, "weight_map": {}}
+    )
+    num_bytes = index["metadata"]["total_size"] + sum(tensor.nbytes for tensor in tensors.values())
+    write_index(target, index["weight_map"] | dict.fromkeys(tensors, _BESIDE), num_bytes)
+
+
 def copy_model_files(
     source: Path,
     target: Path,
@@ -277,17 +318,22 @@ def copy_model_files(
 ) -> None:
     """Copy config, tokenizer and code, with dtype and quantisation of the new weights in the config.
 
-    predicts: the new checkpoint has the prediction layers.
+    Of a text model inside a larger model, the rest of the larger model is copied too, and enters the index of
+    ``target``. predicts: the new checkpoint has the prediction layers. CheckpointError if the rest is absent.
     """
     for file in model_files(source):
         if file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
-    for table, key in product((config, config.get("text_config")), QUANTIZATION):
-        if isinstance(table, dict):
+    if family_entry(str(config.get("model_type")), "beside"):
+        _copy_beside_text(source, target)
+    for table in (config, config.get("text_config") or {}):
+        for key in QUANTIZATION:
             table.pop(key, None)
-    if not predicts and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # otherwise engines would look for missing tensors
+    # Otherwise engines would look for missing tensors.
+    for key in () if predicts else _PREDICTION_LAYERS:
+        if config.get(key):
+            config[key] = 0
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
