@@ -110,7 +110,10 @@ def read_model_config(folder: str | Path) -> PretrainedConfig:
     kind = str(hf.get("model_type"))
     family = FAMILIES.get(kind, {}).get("like")
     if family is None or kind in CONFIG_MAPPING:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if kind == "minimax_m2" and (width := hf.get("rotary_dim")):  # which the class of transformers does not read
+            config.rope_parameters["partial_rotary_factor"] = width / config.head_dim
+        return config
     return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
 
 

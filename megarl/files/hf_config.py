@@ -29,7 +29,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = _TABLES["bounds"]
 _KINDS = {
     **{key: type(high) for key, (_, high) in BOUNDS.items()},
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
-    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
+    **dict.fromkeys(("architectures", "layer_types", "mlp_layer_types", "mlp_only_layers"), list),
     **{key: type(value) for table in _ALL for key, value in table.get("defaults", {}).items()},
 }
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
@@ -187,7 +187,7 @@ def read_weight_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     if (table := find_quantization(hf)) is None:
         return None
     method, block, weights = table.get("quant_method"), table.get("weight_block_size"), _compressed_weights(table)
-    readable = method in ("fp8", "mxfp8", "mxfp4") and table.get("fmt", "e4m3") == "e4m3"
+    readable = method in ("fp8", "mxfp8", "mxfp4") and table.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
     if method == "compressed-tensors" and weights:
         readable, block = True, weights[0].get("block_structure")
     is_block = isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) >= 1
@@ -260,10 +260,17 @@ class MoeShape:
 def read_moe(hf: HFConfig) -> MoeShape:
     """Return the shape in a config of one family. ConfigError if they contradict each other."""
     num_layers, dense = hf["num_hidden_layers"], hf.get("mlp_only_layers") or ()
-    first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
+    # Beside mlp_layer_types, a stated first_k_dense_replace is not read.
+    table = hf.defaults if "mlp_layer_types" in hf.defaults else hf
+    first, step = table.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
     if len(dense) > num_layers or not all(0 <= layer < num_layers for layer in dense):
         raise ConfigError(f"mlp_only_layers is {reprlib.repr(dense)}, expected some of layers 0 to {num_layers - 1}")
     layers = [i for i in range(first, num_layers) if i not in dense and (i + 1) % step == 0]
+    if (kinds := hf.get("mlp_layer_types")) is not None:
+        if len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+            expected = f"'dense' or 'sparse' for each of num_hidden_layers, {num_layers}"
+            raise ConfigError(f"mlp_layer_types is {reprlib.repr(kinds)}, expected {expected}")
+        layers = [index for index, kind in enumerate(kinds) if kind == "sparse"]
     num_experts, topk = next(filter(None, map(hf.get, _EXPERT_COUNTS))), hf["num_experts_per_tok"]
     if topk > num_experts:
         raise ConfigError(f"num_experts_per_tok is {topk}, expected at most the {num_experts} experts")

@@ -88,7 +88,10 @@ def read_rope(hf: HFConfig) -> HFConfig:
     stated = {key: hf[key] for key in _BESIDE if key in hf.values}
     if "type" in values:
         stated["rope_type"] = values.pop("type")
-    for key, value in stated.items():
+    beside = [*stated.items()]
+    if (width := hf.get("rotary_dim")) is not None:
+        beside.append(("partial_rotary_factor", width / hf["head_dim"]))
+    for key, value in beside:
         if values.setdefault(key, value) != value:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
@@ -151,6 +154,14 @@ def _flag(hf: HFConfig, trait: str | bool) -> bool:
 def _layers(hf: HFConfig) -> dict[str, Any]:
     if hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
         raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
+    if (
+        "max_window_layers" in hf.defaults
+        and hf["sliding_window"]
+        and hf["max_window_layers"] < hf["num_hidden_layers"]
+    ):
+        raise ConfigError(
+            f"max_window_layers is {hf['max_window_layers']}, below num_hidden_layers; megarl has no windows"
+        )
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -197,10 +208,11 @@ def _experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 
 def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
-    topk, groups, topk_groups = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
-    if not hf["norm_topk_prob"] or topk < 2:
+    topk, groups, topk_groups = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
+    if not is_normalised or topk < 2:
         raise ConfigError(
-            f"norm_topk_prob is {hf['norm_topk_prob']} and num_experts_per_tok {topk}, expected true and at least 2"
+            f"norm_topk_prob is {is_normalised} and num_experts_per_tok {topk}, expected true and at least 2"
         )
     # The model ranks groups by 2 experts, Megatron by topk // topk_group.
     if topk_groups > groups or (groups > 1 and topk // topk_groups != 2):
@@ -209,6 +221,7 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
             "experts as groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
     experts = _experts(hf, traits)
+    shared = hf.get("n_shared_experts") or hf.get("num_shared_experts") or 0
     per_group, odd = divmod(experts["num_moe_experts"], groups)
     if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
         raise ConfigError(
@@ -221,8 +234,8 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": topk_groups if groups > 1 else None,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or hf.get("router_scaling_factor") or 1.0,
+        "moe_shared_expert_intermediate_size": experts["moe_ffn_hidden_size"] * shared or None,
     }
 
 

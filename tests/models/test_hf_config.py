@@ -51,6 +51,8 @@ def class_of(kind: str) -> Any:
 def facts_of_transformers(hf: Mapping[str, Any]) -> Facts:
     """Raises what transformers raises for a config that it cannot read, or build a model of."""
     config = class_of(hf["model_type"]).from_dict(copy.deepcopy(dict(hf)))
+    if hf.get("rotary_dim"):  # the class of MiniMax-M2 forgets it; its authors' code and SGLang do not
+        config.rope_parameters["partial_rotary_factor"] = hf["rotary_dim"] / config.head_dim
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _BUILT:
         _BUILT[key] = _build(config)
@@ -63,6 +65,8 @@ def _build(config: Any) -> Facts:
     inner = model.model
     rotary, layer = type(inner.rotary_emb)(config), inner.layers[-1]
     moe = [index for index, one in enumerate(inner.layers) if hasattr(one.mlp, "experts")]
+    of_config = getattr(config, "sliding_window", None)
+    windows = {getattr(one.self_attn, "sliding_window", of_config) or None for one in inner.layers}
     facts: Facts = {
         "parameters": _unfused(model, config),
         "frequencies": rotary.inv_freq.double(),
@@ -73,7 +77,7 @@ def _build(config: Any) -> Facts:
         "tied": config.tie_word_embeddings,
         "positions": config.max_position_embeddings,
         "activation": config.hidden_act,
-        "window": getattr(layer.self_attn, "sliding_window", None) or getattr(config, "sliding_window", None) or None,
+        "window": windows.pop() if len(windows) == 1 else windows,
         "clip": getattr(config, "clip_qkv", None),
         "interleaved": getattr(config, "rope_interleave", None),
     }
@@ -86,16 +90,24 @@ def _build(config: Any) -> Facts:
         # Releases of transformers have them in the block or in its router.
         facts["router"] = {name: getattr(block, name, getattr(block.gate, name, None)) for name in names}
         facts["router"]["n_group"] = getattr(config, "n_group", None)
+        facts["router"]["routed_scaling_factor"] = facts["router"]["routed_scaling_factor"] or getattr(
+            block.gate, "router_scaling_factor", None
+        )
     return facts
+
+
+HUNYUAN = {"mlp.gate.": "mlp.router.gate.", "e_score_correction_bias": "expert_bias", "shared_experts": "shared_mlp"}
 
 
 def _unfused(model: Any, config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes as published checkpoints have them: each expert by itself, the tied output layer left out."""
-    is_mixtral = config.model_type == "mixtral"
+    is_mixtral = config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, tensor in model.state_dict().items():
         name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        for old, new in HUNYUAN.items() if config.model_type == "hy_v3" else ():
+            name = name.replace(old, new)
         parent, _, last = name.rpartition(".")
         for expert in range(len(tensor) if parent.endswith(".experts") else 0):
             rows, columns = tensor.shape[1:]
@@ -149,13 +161,16 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
     elif fields["qk_layernorm"]:
         facts["epsilon of q_norm"] = fields["layernorm_epsilon"]
     if shape.moe_layers:
-        is_sigmoid, is_mixtral = "moe_router_score_function" in fields, shape.family == "mixtral"
+        is_sigmoid = "moe_router_score_function" in fields
+        has_keys = shape.family not in ("mixtral", "minimax_m2", "hy_v3")
         facts["router"] = {
             "top_k": shape.topk,
-            "norm_topk_prob": None if is_mixtral else is_sigmoid or not fields["moe_router_pre_softmax"],
-            "n_group": (fields["moe_router_num_groups"] or 1) if is_sigmoid else None,
-            "topk_group": (fields["moe_router_group_topk"] or 1) if is_sigmoid else None,
-            "routed_scaling_factor": fields["moe_router_topk_scaling_factor"] if is_sigmoid else None,
+            "norm_topk_prob": (is_sigmoid or not fields["moe_router_pre_softmax"]) if has_keys else None,
+            "n_group": (fields["moe_router_num_groups"] or 1) if is_sigmoid and has_keys else None,
+            "topk_group": (fields["moe_router_group_topk"] or 1) if is_sigmoid and has_keys else None,
+            "routed_scaling_factor": None
+            if not is_sigmoid or shape.family == "minimax_m2"
+            else fields["moe_router_topk_scaling_factor"],
         }
     return facts
 
@@ -186,6 +201,7 @@ ROPE_PLACES = ("rope_parameters", "rope_scaling")
 def full_config(name: str) -> Config:
     """A config with every key of the class, each at a value of its own, as transformers 5 saves it."""
     kind, tiny = TINY[name]
+    tiny = {key: value[:3] if key == "mlp_layer_types" else value for key, value in tiny.items()}
     config = class_of(kind)(**{**tiny, "rms_norm_eps": 3e-5, "num_hidden_layers": 3, "vocab_size": 30})
     config.rope_parameters |= {"rope_theta": 54321.0}
     return {**json.loads(config.to_json_string(use_diff=False)), "model_type": "kimi_k2" if name == "kimi_k2" else kind}
@@ -362,6 +378,8 @@ def test_a_key_that_is_left_out_has_the_value_of_the_class(
         refused -= {"rope.original_max_position_embeddings"}
     # The tiny models have fewer layers, heads and experts in a group than the class takes.
     few = {"first_k_dense_replace", "num_key_value_heads", "n_group", "topk_group"}
+    if base["model_type"] == "dots1":  # whose class takes a router that does not normalise
+        few |= {"norm_topk_prob"}
     assert refused - required <= few, refused
 
 
