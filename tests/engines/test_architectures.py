@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 import torch
 from local_engines import local_engine
 from rollout_oracle import make_requests
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    HYV3Config,
+    MiniMaxM2Config,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megarl.engines.local.decode import RouteRecorder
 from megarl.engines.protocol import SamplingParams
@@ -30,6 +39,13 @@ SMALL: dict[str, Any] = {
 GLM = Glm4MoeConfig(
     **SMALL, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1
 )
+HUNYUAN = HYV3Config(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+MINIMAX = MiniMaxM2Config(
+    **SMALL,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+)
 MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
 TIED = Qwen3MoeConfig(
     **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
@@ -47,9 +63,17 @@ def save(config: Any, path: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(("config", "num_layers"), [(GLM, 2), (MIXTRAL, 3), (TIED, 3)], ids=["glm", "mixtral", "tied"])
+@pytest.mark.parametrize(
+    ("config", "num_layers"),
+    [(GLM, 2), (HUNYUAN, 2), (MINIMAX, 3), (MIXTRAL, 3), (TIED, 3)],
+    ids=["glm", "hunyuan", "minimax", "mixtral", "tied"],
+)
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
+    if config is MINIMAX:  # as published
+        file = tmp_path / "config.json"
+        rope = {"rope_parameters": None, "rope_theta": 100.0, "rotary_dim": 8}
+        file.write_text(json.dumps(json.loads(file.read_text()) | rope))
     called: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith(".experts"):
