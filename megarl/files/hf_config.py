@@ -9,12 +9,12 @@ import fnmatch
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 
 _TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 COMMON: Mapping[str, Any] = _TABLES["common"]
@@ -71,9 +71,7 @@ class HFConfig:
     def of(hf: Mapping[str, Any]) -> HFConfig:
         """Return the config of a model whose type is in ``FAMILIES``."""
         hf = flatten(hf)
-        table = FAMILIES[hf["model_type"]]
-        base = FAMILIES[table["like"]] if "like" in table else {}
-        return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, base, table)
+        return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, *reversed(_entries(hf["model_type"])))
 
     def get(self, key: str) -> Any:
         """Return the value of a key; None, and not read, if the class lacks the key."""
@@ -120,14 +118,37 @@ class HFConfig:
 
 def family_entry(kind: str, key: str) -> Any:
     """Return what families.toml says of a model type under ``key``, or of the family that it is like; None without."""
+    return next((entry[key] for entry in _entries(kind) if key in entry), None)
+
+
+def _entries(kind: str) -> list[Mapping[str, Any]]:
+    """Return the table of a model type, then of the family that it is like."""
     entry = FAMILIES.get(kind, {})
-    return entry[key] if key in entry else FAMILIES.get(entry.get("like", ""), {}).get(key)
+    return [entry, *(_entries(entry["like"]) if "like" in entry else ())]
 
 
 def hf_name(kind: str, name: str) -> str:
     """Return the name that a tensor of a text model has in the checkpoints of a model type, a larger model perhaps."""
     prefixes = family_entry(kind, "prefixes") or {}
     return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
+
+
+def is_beside_text(kind: str, name: str) -> bool:
+    """Whether a tensor of a larger model does not belong to its text model, such as a vision tower's."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in family_entry(kind, "beside") or ())
+
+
+def is_turned(kind: str, name: str, shape: Sequence[int], hidden: int) -> bool:
+    """Whether a tensor [E, rows, columns] lies the other way round than in published checkpoints.
+
+    transformers 5 turns the experts of such a family when it reads or saves them. DataError for a square matrix.
+    """
+    axes = (axis for glob, axis in (family_entry(kind, "turned") or {}).items() if fnmatch.fnmatchcase(name, glob))
+    if (axis := next(axes, None)) is None or len(shape) != 3:
+        return False
+    if shape[1] == shape[2]:
+        raise DataError(f"{name} has shape {tuple(shape)}: rows and columns of a square matrix cannot be told apart")
+    return shape[axis] != hidden == shape[3 - axis]
 
 
 def flatten(hf: Mapping[str, Any]) -> Mapping[str, Any]:

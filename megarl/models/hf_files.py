@@ -21,6 +21,8 @@ from megarl.files.hf_config import (
     find_quantization,
     flatten,
     hf_name,
+    is_beside_text,
+    is_turned,
     read_dtype,
     read_weight_block,
 )
@@ -86,17 +88,29 @@ class HFCheckpoint:
         """Return the name that a tensor of a text model has in this checkpoint."""
         return hf_name(self._kind, name)
 
+    def names_of_text(self) -> set[str]:
+        """Return the tensors of the text model, without prediction layers."""
+        return {*self.names()} - self.names_of_prediction_layers() - {*self.names_beside_text()}
+
     def names_beside_text(self) -> list[str]:
         """Return the tensors of a larger model that do not belong to its text model, such as a vision tower's."""
-        globs = family_entry(self._kind, "beside") or ()
-        return sorted(name for name in self.names() if any(fnmatch.fnmatchcase(name, glob) for glob in globs))
+        return sorted(name for name in self.names() if is_beside_text(self._kind, name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of ``read(name)``, from the file's header."""
-        if name not in self._codes:
-            return tuple(self._slice(name).get_shape())
-        codes = self._slice(self._codes[name][0])
-        return shape_of_weight(codes.get_shape(), codes.get_dtype())
+        shape = self._stored_shape(name)
+        return (shape[0], shape[2], shape[1]) if self._is_turned(name, shape) else shape
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        codes = self._slice(self._codes[name][0] if name in self._codes else name)
+        shape = tuple(codes.get_shape())
+        return shape_of_weight(shape, codes.get_dtype()) if name in self._codes else shape
+
+    def _is_turned(self, name: str, shape: tuple[int, ...]) -> bool:
+        try:
+            return is_turned(self._kind, name, shape, self._config.get("hidden_size", 0))
+        except DataError as error:
+            raise CheckpointError(f"{self._files[name]}: {error}") from error
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of ``read(name)``. CheckpointError for an unknown dtype."""
@@ -127,12 +141,16 @@ class HFCheckpoint:
 
         rows: of the first axis, read without the others, for example an expert of a stack.
         """
+        tensor = self._read_stored(name, rows)
+        return tensor.transpose(1, 2) if self._is_turned(name, tuple(tensor.shape)) else tensor
+
+    def _read_stored(self, name: str, rows: slice | None) -> torch.Tensor:
         if name not in self._codes:
             return self.stored(name, rows)
         self.check_values(name)
         codes, scales = self._codes[name]
-        if rows is not None and len(self.shape(name)) < 3:  # rows of a matrix may begin inside a block
-            return self.read(name)[rows]
+        if rows is not None and len(self._stored_shape(name)) < 3:  # rows of a matrix may begin inside a block
+            return self._read_stored(name, None)[rows]
         is_shared = self._slice(scales).get_shape()[:1] in ([], [1])
         values = self.stored(codes, rows), self.stored(scales, None if is_shared else rows)
         return dequantize(*values, self._block_of(codes)).to(self._high_precision())
@@ -146,7 +164,7 @@ class HFCheckpoint:
                 expected = "weights in 16 bits or more, or codes with scales and a quantization_config that says so"
                 raise CheckpointError(f"{self._files[name]}: {name} has dtype {stored}, expected {expected}")
             return
-        shape, found = self.shape(name), tuple(self._slice(scales).get_shape())
+        shape, found = self._stored_shape(name), tuple(self._slice(scales).get_shape())
         rows = (*shape[:-2], *shape[:-3:-1]) if stored == "U8" else shape  # MXFP4 is transposed
         if expected := describe_misfit(rows, found, self._block_of(codes)):
             raise CheckpointError(f"{self._files[codes]}: {scales} is {found}, expected {expected}")

@@ -116,6 +116,18 @@ def _transposed(layout: Layout) -> Layout:
     )
 
 
+def _interleaved(layout: Layout) -> Layout:
+    """Return the layout of Hugging Face tensors whose gate and up take turns on axis 1."""
+
+    def swap(tensor: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+        return tensor.unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+
+    return Layout(
+        lambda tensors, *sizes: layout.cut([swap(tensor, (-1, 2)) for tensor in tensors], *sizes),
+        lambda shards, shape: [swap(tensor, (2, -1)) for tensor in layout.join(shards, shape)],
+    )
+
+
 _ALL_GATE_UP = Layout(_cut_halves, _join_halves)
 _ALL_ROW = Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 2), lambda s, _: [_joined(s, 2)])
 LAYOUTS: Mapping[str, Layout] = {
@@ -132,6 +144,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "all_gate_up": _ALL_GATE_UP,
     "all_row": _ALL_ROW,
     "all_gate_up_transposed": _transposed(_ALL_GATE_UP),
+    "all_gate_up_interleaved": _interleaved(_ALL_GATE_UP),
+    "all_gate_up_interleaved_transposed": _transposed(_interleaved(_ALL_GATE_UP)),
     "all_row_transposed": _transposed(_ALL_ROW),
 }
 
@@ -146,6 +160,7 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "expert_ffn": fields.get("moe_ffn_hidden_size"),
         "shared_ffn": fields.get("moe_shared_expert_intermediate_size"),
         "experts": shape.num_experts,
+        "heads": heads,
         "one": 1,
     }
     sizes["expert_gate_up"] = 2 * (sizes["expert_ffn"] or 0)

@@ -74,13 +74,14 @@ class ModelShape:
         return {**self.fields, "vocab_size": self.vocab_size, "tied_embeddings": self.tied_embeddings}
 
 
-def read_rope(hf: HFConfig) -> HFConfig:
+def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
     """Return the rotary settings under the names of transformers 5, also from older configs.
 
-    ConfigError for two contradicting settings: releases of transformers and engines differ in the precedence.
+    default: the table of a class for a config.json without one. ConfigError for two contradicting settings: releases of
+    transformers and engines differ in the precedence.
     """
     place = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
-    values = dict(hf[place] or {})
+    values = dict(default if hf[place] is None else hf[place])
     if place == "rope_scaling" and hf["rope_parameters"] not in (None, {}, values):
         raise ConfigError(
             f"rope_scaling {values} and rope_parameters {hf['rope_parameters']} differ, expected one of them"
@@ -96,7 +97,9 @@ def read_rope(hf: HFConfig) -> HFConfig:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
-    return HFConfig({**left_out, **values}, ROPE, prefix=f"{place}.")
+    # Of text alone, all parts of multimodal positions are equal.
+    multimodal = {"harmless": ["mrope_*"] if family_entry(hf.values["model_type"], "text") else []}
+    return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
 
 
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -108,7 +111,7 @@ def llama3_factor(rope: HFConfig) -> float | None:
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] != "llama3":
-        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; expected 'default' or 'llama3'")
+        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; expected 'default', 'llama3' or 'yarn'")
     bounds = {name: rope[name] for name in _LLAMA3}
     if bounds != _LLAMA3:
         raise ConfigError(f"rope_type 'llama3' with {bounds} is not supported; expected {_LLAMA3}")
@@ -129,14 +132,26 @@ def latent_rope(rope: HFConfig) -> dict[str, Any]:
             f"rope_type {rope['rope_type']!r} with mscale {mscale} and mscale_all_dim {all_dim} is not supported; "
             "expected 'default', or 'yarn' with equal mscales above 0"
         )
-    return base | {
-        "rope_type": "yarn",
+    return base | {"rope_type": "yarn", **_yarn(rope), "mscale": float(all_dim), "mscale_all_dim": float(all_dim)}
+
+
+def grouped_yarn(rope: HFConfig) -> dict[str, Any]:
+    """Return what Megatron's models with grouped attention read of YaRN; nothing for another type."""
+    if rope["rope_type"] != "yarn":
+        return {}
+    mscale, all_dim = rope["mscale"], rope["mscale_all_dim"]
+    has_both = mscale is not None and all_dim is not None
+    scales = {"mscale": mscale if has_both else None, "mscale_all_dim": all_dim if has_both else None}
+    values = {**_yarn(rope), **scales, "correction_range_round_to_int": rope["truncate"]}
+    return {f"yarn_{name}": value for name, value in values.items()}
+
+
+def _yarn(rope: HFConfig) -> dict[str, Any]:
+    return {
         "rotary_scaling_factor": float(rope["factor"]),
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
         "beta_fast": float(rope["beta_fast"] or 32),
         "beta_slow": float(rope["beta_slow"] or 1),
-        "mscale": float(all_dim),
-        "mscale_all_dim": float(all_dim),
     }
 
 
@@ -152,16 +167,6 @@ def _flag(hf: HFConfig, trait: str | bool) -> bool:
 
 
 def _layers(hf: HFConfig) -> dict[str, Any]:
-    if hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
-        raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
-    if (
-        "max_window_layers" in hf.defaults
-        and hf["sliding_window"]
-        and hf["max_window_layers"] < hf["num_hidden_layers"]
-    ):
-        raise ConfigError(
-            f"max_window_layers is {hf['max_window_layers']}, below num_hidden_layers; megarl has no windows"
-        )
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -170,6 +175,24 @@ def _layers(hf: HFConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
+
+
+def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
+    """Return which layers have a window, as Megatron counts keys: ``sliding_window`` less the query's.
+
+    ``layer_types`` of the family, a trait, repeat in configs without the key.
+    """
+    period, num_layers = traits.get("layer_types", ["full_attention"]), hf["num_hidden_layers"]
+    kinds = (period * num_layers)[:num_layers] if hf["layer_types"] is None else hf["layer_types"]
+    if len(kinds) != num_layers or not {*kinds} <= {*period}:
+        raise ConfigError(f"layer_types is {kinds}, expected {' or '.join(period)} for each of num_hidden_layers")
+    if len(period) == 1:
+        first = hf.get("max_window_layers")  # without layer_types, layers from this one on have windows
+        if first is not None and hf["sliding_window"] and first < num_layers:
+            raise ConfigError(f"max_window_layers is {first}, expected at least num_hidden_layers, {num_layers}")
+        return {}
+    skipped = [int(kind == "sliding_attention") for kind in kinds]
+    return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": skipped}
 
 
 def _grouped_attention(hf: HFConfig, traits: Traits) -> dict[str, Any]:
@@ -301,13 +324,13 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
     architecture, traits = family_entry(kind, "class"), family_entry(kind, "shape")
     if architecture not in (names := hf["architectures"] or [architecture]):
         raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind}")
-    rope, fields = read_rope(hf), _layers(hf)
+    rope, fields = read_rope(hf, family_entry(kind, "rope") or {}), {**_layers(hf), **_windows(hf, traits)}
     for name in traits["readers"]:
         fields |= READERS[name](hf, traits)
     is_latent = "multi_latent_attention" in fields
-    if is_latent:
-        fields |= latent_rope(rope)
-    if (rotated := rope["partial_rotary_factor"]) != 1 and not traits.get("partly_rotated"):
+    fields |= {**(latent_rope if is_latent else grouped_yarn)(rope), **traits.get("fields", {})}
+    is_yarn = "yarn_rotary_scaling_factor" in fields  # of whole heads in Megatron
+    if (rotated := rope["partial_rotary_factor"]) != 1 and (is_yarn or not traits.get("partly_rotated")):
         raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0: {kind} turns whole heads")
     width = fields["qk_pos_emb_head_dim"] if is_latent else int(fields["kv_channels"] * rotated)
     if width < 2 or width % 2:
@@ -326,7 +349,7 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         rotary_percent=rotated,
         latent_norm_epsilon=traits.get("latent_norm_epsilon"),
         norm_over_heads=traits.get("norm_over_heads", False),
-        rope_factor=None if is_latent else llama3_factor(rope),
+        rope_factor=None if is_latent or is_yarn else llama3_factor(rope),
     )
     for config in (hf, rope):
         config.check_unread()

@@ -14,6 +14,7 @@ from rollout_oracle import make_requests
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GptOssConfig,
     HYV3Config,
     MiniMaxM2Config,
     MixtralConfig,
@@ -47,6 +48,7 @@ MINIMAX = MiniMaxM2Config(
     rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 )
 MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+GPT_OSS = GptOssConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2, sliding_window=3)
 TIED = Qwen3MoeConfig(
     **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
 )
@@ -65,8 +67,8 @@ def save(config: Any, path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("config", "num_layers"),
-    [(GLM, 2), (HUNYUAN, 2), (MINIMAX, 3), (MIXTRAL, 3), (TIED, 3)],
-    ids=["glm", "hunyuan", "minimax", "mixtral", "tied"],
+    [(GLM, 2), (HUNYUAN, 2), (MINIMAX, 3), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3)],
+    ids=["glm", "hunyuan", "minimax", "mixtral", "tied", "gpt_oss"],
 )
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
