@@ -37,6 +37,9 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
 }
+_INDEXER: dict[str, Any] = {"index_topk": 3, "index_n_heads": 8, "index_head_dim": 8}
+"""Fewer keys than the tests' sequences have; enough heads that no score is 0 by the relu of every head."""
+_DENSE_FIRST = ["dense", "sparse", "sparse", "sparse"]
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -90,6 +93,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5},
     ),
     "kimi_k2": ("deepseek_v3", {**_LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": _DENSE_FIRST}),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**_LATENT, **_INDEXER, "n_group": 4, "topk_group": 2, "num_experts": 8, "rope_parameters": YARN},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {**_LATENT, **_INDEXER, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "indexer_rope_interleave": False}
+        | {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": _DENSE_FIRST},
+    ),
     "glm4_moe": (
         "glm4_moe",
         {**_COMMON, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -18,6 +18,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import is_te_min_version
 from torch.nn.functional import silu
 
@@ -25,6 +26,7 @@ from megarl.errors import ConfigError
 from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
+from megarl.stand_ins.sparse_attention import SparseAttention, SparseLatentAttention
 from megarl.stand_ins.te import uses_te
 
 
@@ -107,7 +109,10 @@ def _te_attends(config: TransformerConfig) -> bool:
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input."""
+    """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input.
+
+    ConfigError for a stage that begins with a layer without an indexer, in a model of sparse attention.
+    """
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te(shape), normalization=config.normalization, vp_stage=vp_stage
     )
@@ -118,6 +123,10 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         for layer in [] if _te_attends(config) else layers:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
+    first = get_transformer_layer_offset(config, vp_stage)
+    if layers and shape.indexer_layers and first not in shape.indexer_layers:
+        expected = f"expected one of {[*shape.indexer_layers]}; change parallel.pp, vpp or the first stage's layers"
+        raise ConfigError(f"layer {first}, the first of a stage, takes keys that an earlier one selects, {expected}")
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
@@ -130,6 +139,9 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             norm = ModuleSpec(RMSNorm, params={"own_eps": shape.latent_norm_epsilon})
             attention.kv_layernorm = norm
             attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm  # 0.19 refuses an unused one
+            if shape.indexer_layers:
+                attention.core_attention = ModuleSpec(SparseAttention, params={"shape": shape})
+                layer.submodules.self_attention.module = SparseLatentAttention
         elif config.qk_layernorm and shape.norm_over_heads:
             attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})

@@ -19,7 +19,7 @@ from megarl.files import hf_config
 from megarl.files.hf_config import family_entry, hf_name
 from megarl.models.shapes import ModelShape
 
-Scope = Literal["model", "layer", "full", "linear", "moe", "dense", "expert", "experts"]
+Scope = Literal["model", "layer", "full", "linear", "moe", "dense", "expert", "experts", "indexer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class Rule:
     layout: str
     """Key of LAYOUTS."""
     scope: Scope
-    """Once; in every layer, in layers with softmax or with linear attention only, in MoE or dense layers only; once per
-    expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a layer, [E, ...]."""
+    """Once; in every layer, in layers with softmax or with linear attention only, with an indexer only, in MoE or dense
+    layers only; once per expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a
+    layer, [E, ...]."""
     when: str = ""
     """Applies only if this field of the shape is set; with "no " in front, only if the field is not set."""
 
@@ -51,7 +52,7 @@ class Rule:
         """
         layers = set(range(1 if self.scope == "model" else shape.num_layers))
         moe, linear = layers & {*shape.moe_layers}, layers & {*shape.linear_layers}
-        of_scope = {"dense": layers - moe, "full": layers - linear, "linear": linear}
+        of_scope = {"dense": layers - moe, "full": layers - linear, "linear": linear, "indexer": shape.indexer_layers}
         of_scope |= dict.fromkeys(("moe", "expert", "experts"), moe)
         yield from product(
             sorted(of_scope.get(self.scope, layers)), range(shape.num_experts if self.scope == "expert" else 1)
@@ -174,6 +175,8 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
             "kv_up": heads * (plain + value),
             "attention": heads * value,
         }
+        heads, width = (fields.get(f"dsa_indexer_{name}", 0) for name in ("n_heads", "head_dim"))
+        sizes |= {"index_heads": heads, "index_head": width, "index_q": heads * width}
     else:
         width = fields["kv_channels"]
         sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}

@@ -42,6 +42,10 @@ class ModelShape:
     """Of latent queries, keys and values, if different from the other norms."""
     norm_over_heads: bool = False
     """Query and key norms run over all heads together."""
+    indexer_layers: tuple[int, ...] = ()
+    """0-based, layers of sparse attention that select keys; the other layers attend to the keys of the last one."""
+    indexer_interleaved: bool = False
+    """The indexer rotates neighbouring values, not halves."""
     rope_factor: float | None = None
     """Of Llama 3.1's scaling of rotary frequencies; None without scaling."""
 
@@ -270,7 +274,7 @@ def _gated_shared_expert(hf: HFConfig, _: Traits) -> dict[str, Any]:
 def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
-        if hf[key] not in (None, size):
+        if hf.get(key) not in (None, size):
             raise ConfigError(
                 f"{key} is {hf[key]}, expected {size}: num_attention_heads is {heads}, qk_nope_head_dim {plain} and "
                 f"qk_rope_head_dim {rotated}"
@@ -286,9 +290,27 @@ def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     }
 
 
+def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    names = {"n_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
+    return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
+
+
+def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
+    """Return the 0-based layers that select keys: all, unless the class has layers that share a selection."""
+    kinds, pattern, layers = hf.get("indexer_types"), hf.get("index_topk_pattern"), range(hf["num_hidden_layers"])
+    step, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 0
+    pattern = pattern or ["S" if max(layer - offset + 1, 0) % step else "F" for layer in layers]
+    kinds = [{"F": "full", "S": "shared"}.get(kind) for kind in pattern] if kinds is None else kinds
+    if len(kinds) != len(layers) or {*kinds} - {"full", "shared"} or kinds[0] != "full":
+        stated = f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}"
+        raise ConfigError(f"{stated}, expected 'full' or 'shared' for each of {len(layers)} layers, the first 'full'")
+    return tuple(layer for layer in layers if kinds[layer] == "full")
+
+
 READERS: Mapping[str, Reader] = {
     "grouped_attention": _grouped_attention,
     "latent_attention": _latent_attention,
+    "sparse_attention": _sparse_attention,
     "softmax_experts": _softmax_experts,
     "sigmoid_experts": _sigmoid_experts,
     "gated_shared_expert": _gated_shared_expert,
@@ -349,6 +371,8 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         rotary_percent=rotated,
         latent_norm_epsilon=traits.get("latent_norm_epsilon"),
         norm_over_heads=traits.get("norm_over_heads", False),
+        indexer_layers=_indexer_layers(hf) if "dsa_indexer_topk" in fields else (),
+        indexer_interleaved=bool(hf.get("indexer_rope_interleave")),
         rope_factor=None if is_latent or is_yarn else llama3_factor(rope),
     )
     for config in (hf, rope):

@@ -92,8 +92,12 @@ def _build(config: Any) -> Facts:
         "activation": config.hidden_act,
         "windows": tuple(getattr(one.self_attn, "sliding_window", window) or None for one in inner.layers),
         "clip": getattr(config, "clip_qkv", None),
-        "interleaved": getattr(config, "rope_interleave", None),
+        "interleaved": getattr(config, "rope_interleave", True if hasattr(config, "kv_lora_rank") else None),
     }
+    indexers = {
+        i: one.self_attn.indexer for i, one in enumerate(inner.layers) if getattr(one.self_attn, "indexer", None)
+    }
+    facts["indexers"] = {i: (one.n_heads, one.head_dim, one.index_topk) for i, one in indexers.items()}
     for name in ("q_norm", "q_a_layernorm", "kv_a_layernorm"):
         if module := getattr(layer.self_attn, name, None):
             facts[f"epsilon of {name}"] = module.variance_epsilon
@@ -166,6 +170,9 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
         "clip": None,
         "interleaved": True if is_latent else None,
     }
+    names = ("n_heads", "head_dim", "topk")
+    indexer = tuple(fields.get(f"dsa_indexer_{name}") for name in names)
+    facts["indexers"] = dict.fromkeys(shape.indexer_layers, indexer)
     if is_latent:
         names = ("q_a_layernorm", "kv_a_layernorm") if fields["q_lora_rank"] else ("kv_a_layernorm",)
         facts |= {f"epsilon of {name}": shape.latent_norm_epsilon for name in names}
@@ -213,10 +220,9 @@ ROPE_PLACES = ("rope_parameters", "rope_scaling")
 def full_config(name: str) -> Config:
     """A config with every key of the class, each at a value of its own, as transformers 5 saves it."""
     kind, tiny = TINY[name]
-    tiny = {key: value[:3] if key == "mlp_layer_types" else value for key, value in tiny.items()}
-    config = class_of(kind)(
-        **{**tiny.get("text_config", tiny), "rms_norm_eps": 3e-5, "num_hidden_layers": 3, "vocab_size": 30}
-    )
+    text = tiny.get("text_config", tiny)
+    text = {key: value[:3] if isinstance(value, list) else value for key, value in text.items()}
+    config = class_of(kind)(**{**text, "rms_norm_eps": 3e-5, "num_hidden_layers": 3, "vocab_size": 30})
     config.rope_parameters |= {"rope_theta": 54321.0}
     return {**json.loads(config.to_json_string(use_diff=False)), "model_type": "kimi_k2" if name == "kimi_k2" else kind}
 
@@ -395,7 +401,7 @@ def test_a_key_that_is_left_out_has_the_value_of_the_class(
     if base["model_type"] == "llama":  # Llama 3.1's bounds are Megatron's alone
         refused -= {"rope.original_max_position_embeddings"}
     # The tiny models have fewer layers, heads and experts in a group than the class takes.
-    few = {"first_k_dense_replace", "num_key_value_heads", "n_group", "topk_group"}
+    few = {"first_k_dense_replace", "num_key_value_heads", "n_group", "topk_group", "num_experts"}
     if base["model_type"] == "dots1":  # whose class takes a router that does not normalise
         few |= {"norm_topk_prob"}
     assert refused - required <= few, refused
@@ -410,6 +416,7 @@ def test_the_tables_are_those_of_transformers_classes(kind: str) -> None:
     with quiet():
         made = config_class()
     theirs = {key: field.default for key, field in fields.items()} | made.rope_parameters
+    theirs |= {"index_skip_topk_offset": 2}  # not a field
     stated = {**hf_config.COMMON["defaults"], **FAMILIES[kind]["defaults"]}
     assert {key: theirs.get(key, 1.0) for key in stated} == stated
     of_class = set(fields) & set(ours.defaults) - stated.keys()
@@ -485,11 +492,12 @@ def test_public_configs_are_read_as_transformers_reads_them_or_refused_with_the_
         config = config.get("text_config", config)
     shape = read(config, tmp_path)
     small: Config = {"num_hidden_layers": min(config["num_hidden_layers"], 5)}  # building all layers takes seconds
-    if "layer_types" in config:
-        small["layer_types"] = config["layer_types"][:5]
+    by_layer = ("layer_types", "mlp_layer_types", "indexer_types")
+    small |= {key: config[key][:5] for key in by_layer if key in config}
     few = read({**config, **small}, tmp_path)
     with quiet():
         theirs = facts_of_transformers(as_class_types({**config, **small, "quantization_config": None}))
     assert differences(theirs, facts_of_megatron(few)) == []
     assert shape.num_layers == config["num_hidden_layers"]
-    assert dataclasses.replace(shape, fields={}) == dataclasses.replace(few, fields={})
+    by_layer: dict[str, Any] = {"fields": {}, "indexer_layers": ()}
+    assert dataclasses.replace(shape, **by_layer) == dataclasses.replace(few, **by_layer)

@@ -84,7 +84,8 @@ def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage)
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding.
+    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding; frozen
+    parameters have weights alone.
 
     ConfigError for an optimizer that is not Adam in fp32 on the GPU.
     """
@@ -95,7 +96,7 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
                 f"expected {value!r}; remove it for the plan"
             )
     element = ELEMENT[config.model.dtype]
-    gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * count.total
+    gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * (count.dense + count.expert)
     dense, expert = (layout.dp * layout.cp, layout.edp) if config.parallel.distributed_optimizer else (1, 1)
     optimizer = (8 if element == 4 else 12) * (-(-count.dense // dense) + -(-count.expert // expert))
     return element * count.total + 4 * count.buffers, gradients, optimizer
@@ -121,6 +122,7 @@ class Cut:
     element: int  # e: bytes of a weight and an activation, 2 or 4
     tp: int = 1
     etp: int = 1
+    longest: int = 0  # tokens of the longest sequence, for masks
 
     @property
     def rows(self) -> int:
@@ -141,7 +143,7 @@ def activation_bytes(
     if config.sampling.fixed:
         whole = -(-layout.sequences_per_rank * config.longest_sequence // layout.cp)
         slots = min(slots, -(-whole // layout.tp) * layout.tp)
-    cut = Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp)
+    cut = Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp, config.longest_sequence)
     activations, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
     moment = max(max(units) + _moment(shape, cut, stage), head_bytes(shape, cut) if stage.is_last else 0)
     return sum(activations) * in_flight(layout, stage.rank, micro_batches) // len(activations), moment
@@ -231,12 +233,18 @@ def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) 
 
 
 def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
-    """Latents with the norms' outputs, rotations, then queries, keys, values, output and fp32 statistics."""
+    """Latents with the norms' outputs, rotations, then queries, keys, values, output and fp32 statistics.
+
+    Sparse attention to sequences of more than top-k tokens: a mask of all keys; recomputed, the selected keys.
+    """
     fields, e = shape.fields, cut.element
     heads, rope, value = fields["num_attention_heads"] // cut.tp, fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
     latents = sum(2 * e * width + 4 for width in (fields["q_lora_rank"], fields["kv_lora_rank"]) if width)
     output = fields["qk_head_dim"] if "core_attn" in recompute else 0
     attention = e * heads * (2 * (fields["qk_head_dim"] + rope + value) + output) + 4 * heads
+    topk = fields.get("dsa_indexer_topk") or cut.longest
+    if cut.longest > topk:
+        attention += 4 * topk if "core_attn" in recompute else e * cut.longest
     return latents * cut.rows + ((4 * e + 4) * rope + attention) * cut.slots
 
 
