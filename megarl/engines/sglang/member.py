@@ -163,13 +163,14 @@ class Member:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
-        release, warnings = check_server(info, fleet.settings.tp, fleet.routes, fleet.nucleus, fleet.source)
+        settings = fleet.settings
+        release, warnings = check_server(info, settings.tp, fleet.routes, fleet.nucleus, fleet.source, settings.fp8)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, release, tp=fleet.settings.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, release, tp=settings.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""

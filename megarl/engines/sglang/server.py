@@ -231,10 +231,10 @@ def examine(config: Config) -> Iterator[tuple[str, Literal["ok", "warning", "fai
                 programs = config.model.path, place, SERVER_DTYPES[config.rollout.dtype], os.devnull
                 spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=routes, extra_args=arguments)
                 # Servers started by megarl have a key, which is not on the command line.
-                expected = {"api_key": True, "version": installed_release(Path(place))}
+                expected = {"api_key": True, "version": installed_release(Path(place)), "model_path": None}
                 info = {**parse_arguments(command(spec)), **expected}
             source = Path(config.model.path)
-            _, warnings = check_server(info, settings.tp, routes, config.rollout.top_p < 1, source)
+            _, warnings = check_server(info, settings.tp, routes, config.rollout.top_p < 1, source, settings.fp8)
         except MegarlError as error:
             yield place, "failed", str(error)
             continue

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
+from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError, RolloutError
+from megarl.files.hf_config import find_quantization
 from megarl.models.hf_folder import read_json
 
 Version = tuple[int, int, int]
@@ -101,11 +103,16 @@ FAULTS = [Fault(name, cause, **_TABLE[name]) for name, cause in _CAUSES.items()]
 
 
 def check_server(
-    info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None
+    info: Arguments,
+    tp: int,
+    routes: bool = True,
+    nucleus: bool = False,
+    source: Path | None = None,
+    fp8: bool = False,
 ) -> tuple[Version, list[str]]:
     """Return the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server, or if its
     tensor-parallel size is not ``tp``. routes: whether the server must return routes; nucleus: whether top_p is below
-    1; source: folder with the model's config.json."""
+    1; source: folder with the model's config.json; fp8: whether weights are sent as FP8 blocks."""
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
@@ -115,6 +122,7 @@ def check_server(
     if source is not None and (config := source / "config.json").is_file():
         info = {**info, "model_type": read_json(config).get("model_type")}
     _refuse_faults(info, routes, f"SGLang {text}", version)
+    _check_form(info, fp8)
     if nucleus and version < SAMPLING_MASKS:
         raise ConfigError(
             f"SGLang {text} does not record the ids that it draws from with top_p below 1: take "
@@ -130,6 +138,19 @@ def check_server(
     if version > NEWEST:
         warnings.append(f"SGLang {text} is newer than {dotted(NEWEST)}, the last release that megarl was tried with")
     return version, warnings
+
+
+def _check_form(info: Arguments, fp8: bool) -> None:
+    """ConfigError if the server's model, where its folder is on this machine, is not in the form of the updates."""
+    config = Path(str(info.get("model_path"))) / "config.json"
+    table = find_quantization(read_json(config)) or {} if config.is_file() else None
+    expected = ("fp8", [*BLOCK]) if fp8 else (None, None)
+    if table is not None and (found := (table.get("quant_method"), table.get("weight_block_size"))) != expected:
+        raise ConfigError(
+            f"SGLang serves {config.parent} with quant_method and weight_block_size {found}, expected {expected} by "
+            f"sglang.fp8 = {str(fp8).lower()}: it would drop or misread updates without an error (MXFP4 drops tensors "
+            "of experts in bf16); change sglang.fp8, or leave sglang.urls out, so that megarl starts servers that fit"
+        )
 
 
 def check_arguments(words: Sequence[str], routes: bool = True) -> None:
