@@ -106,6 +106,10 @@ def norm_heads_beside_gates(
     return *norm_heads(q, k, of_q, of_k, eps, width), gate.contiguous()
 
 
+def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight * silu(gate)
+
+
 def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> None:
     x.mul_(gate.sigmoid())
 
@@ -128,6 +132,7 @@ def scale_by_norms(
 OPERATORS = {
     "fused_gdn_gating_cpu": gates,
     "fused_sigmoid_gating_delta_rule_update_cpu": delta_rule_of_tokens,
+    "fused_rmsnorm_gated_cpu": gated_norm,
     "fused_sigmoid_mul_cpu": multiply_by_sigmoid,
     "fused_qk_gemma_rmsnorm_cpu": norm_heads,
     "fused_qk_gemma_rmsnorm_with_gate_cpu": norm_heads_beside_gates,
@@ -140,6 +145,9 @@ mamba.causal_conv1d_fn_cpu, mamba.causal_conv1d_update_cpu = convolve, convolve_
 mamba.chunk_gated_delta_rule_cpu = delta_rule
 sys.modules[mamba.__name__] = mamba
 
-from sglang.srt.models import minimax_m2  # noqa: E402 (what it imports looks the operators up)
+# What these modules import looks the operators up.
+from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated  # noqa: E402
+from sglang.srt.models import minimax_m2  # noqa: E402
 
+fused_norm_gate._use_cpu = layernorm_gated._use_cpu = True
 minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = sum_squares, scale_by_norms
