@@ -18,6 +18,7 @@ from transformers import (
     MixtralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from megarl.engines.local.decode import RouteRecorder
@@ -49,6 +50,11 @@ SPARSE = DeepseekV32Config(
 TIED = Qwen3MoeConfig(
     **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
 )
+LINEAR = Qwen3NextConfig(
+    **{**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, "full_attention_interval": 2, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+)
 PARAMS = SamplingParams(max_response_tokens=6)
 
 
@@ -64,8 +70,8 @@ def save(config: Any, path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("config", "num_layers"),
-    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3), (SPARSE, 2)],
-    ids=["glm", "mixtral", "tied", "gpt_oss", "sparse"],
+    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3), (LINEAR, 3), (SPARSE, 2)],
+    ids=["glm", "mixtral", "tied", "gpt_oss", "linear attention", "sparse attention"],
 )
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
