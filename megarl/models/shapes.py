@@ -175,7 +175,7 @@ def _layers(hf: HFConfig) -> dict[str, Any]:
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf["intermediate_size"] or hf.get("moe_intermediate_size"),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
     }

@@ -33,7 +33,10 @@ from megarl.models.names import hf_shapes, is_fp32
 from megarl.models.shapes import read_shape
 from megarl.ops.plan.engine_memory import weight_bytes
 
-WITH_BIASES = ("glm4_moe", "deepseek_v3", "kimi_k2", "moonlight", "dots1", "solar_open", "minimax_m2", "hy_v3")
+WITH_BIASES = (
+    *("glm4_moe", "deepseek_v3", "kimi_k2", "moonlight", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+    *("dots1", "solar_open", "minimax_m2", "hy_v3"),
+)
 NOT_IN_SGLANG = ("dots1", "solar_open")
 GLOBAL_AUX_LOSS: dict[str, Any] = {
     "megatron__moe_router_load_balancing_type": "global_aux_loss",
