@@ -102,7 +102,9 @@ def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
     # Of text alone, all parts of multimodal positions are equal.
-    multimodal = {"harmless": ["mrope_*"] if family_entry(hf.values["model_type"], "text") else []}
+    kind = hf.values["model_type"]
+    is_text = family_entry(kind, "text") or kind in {entry.get("text") for entry in FAMILIES.values()}
+    multimodal = {"harmless": ["mrope_*"] if is_text else []}
     return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
 
 
@@ -175,7 +177,7 @@ def _layers(hf: HFConfig) -> dict[str, Any]:
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"] or hf.get("moe_intermediate_size"),
+        "ffn_hidden_size": hf["intermediate_size"] or hf["moe_intermediate_size"],
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
@@ -190,7 +192,7 @@ def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     kinds = (period * num_layers)[:num_layers] if hf["layer_types"] is None else hf["layer_types"]
     if len(kinds) != num_layers or not {*kinds} <= {*period}:
         raise ConfigError(f"layer_types is {kinds}, expected {' or '.join(period)} for each of num_hidden_layers")
-    if len(period) == 1:
+    if "sliding_attention" not in period:
         first = hf.get("max_window_layers")  # without layer_types, layers from this one on have windows
         if first is not None and hf["sliding_window"] and first < num_layers:
             raise ConfigError(f"max_window_layers is {first}, expected at least num_hidden_layers, {num_layers}")
@@ -307,10 +309,25 @@ def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
     return tuple(layer for layer in layers if kinds[layer] == "full")
 
 
+def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
+    kinds, types = ("full_attention", "linear_attention"), hf["layer_types"]
+    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    if types is None:
+        types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
+    fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}
+    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads is {values}, expected a multiple of linear_num_key_heads, {keys}")
+    gates = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+    return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
+
+
 READERS: Mapping[str, Reader] = {
     "grouped_attention": _grouped_attention,
     "latent_attention": _latent_attention,
     "sparse_attention": _sparse_attention,
+    "delta_net": _delta_net,
     "softmax_experts": _softmax_experts,
     "sigmoid_experts": _sigmoid_experts,
     "gated_shared_expert": _gated_shared_expert,

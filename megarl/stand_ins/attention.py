@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
@@ -74,8 +74,8 @@ def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in buckets)
 
 
-def causal(positions: Tensor, length: int, window: int | None = None) -> Tensor:
-    """Which of ``length`` keys lie at positions [q] of the queries, or up to ``window`` before: bool [q, length]."""
+def visible_keys(positions: Tensor, length: int, window: int | None = None) -> Tensor:
+    """Return the keys that queries at ``positions`` [q] see, up to their own, ``window`` earlier: bool [q, length]."""
     distance = positions[:, None] - torch.arange(length, device=positions.device)
     return (distance >= 0) & (distance <= (length if window is None else window))
 
@@ -136,10 +136,9 @@ class PackedAttention(torch.nn.Module):
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
         if packed_seq_params is None and self.cp_group is None:  # [s, b, h, d] -> [b, s, h, d]
             length = query.size(0)
-            visible = self._visible(query, torch.arange(length, device=query.device), length, None)
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-            out = self._attend(query, key, value, visible)
-            return out.transpose(0, 1).flatten(2)
+            visible = self._visible(None, torch.arange(length, device=query.device), length, None)
+            out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)), visible=visible)
+            return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
         key, value = (self._of_all_ranks(column, packed_seq_params) for column in (key, value))
         outputs, order = [], []
         for rows, keys, positions in self._sequences(packed_seq_params):
@@ -168,15 +167,16 @@ class PackedAttention(torch.nn.Module):
                 positions = to_device(zigzag_indices(torch.tensor([0, keys.size(1)]), size, rank), keys.device)
             yield rows, keys, positions
 
-    def _visible(self, rows: Tensor, positions: Tensor, length: int, packing: Any) -> Tensor | None:
+    def _visible(self, rows: Any, positions: Tensor, length: int, packing: Any) -> Tensor | None:
         """Return which keys of its sequence a query attends to, bool [..., q, length]; None for all up to itself."""
         del rows, packing
-        has_window = self.window is not None and length > self.window + 1
-        is_plain = self.cp_group is None and self.softmax_offset is None and not has_window
-        return None if is_plain else causal(positions, length, self.window)
+        is_near = self.window is None or length <= self.window + 1
+        if self.cp_group is None and self.softmax_offset is None and is_near:
+            return None  # for torch's causal kernels
+        return visible_keys(positions, length, self.window)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
-        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` [..., q, k] says otherwise."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """[n, q, heads, d] -> [n, q, heads, d]; visible: bool [..., q, length], None for all keys up to the query."""
         width, sinks = value.size(-1), self.softmax_offset
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if visible is not None and sinks is not None:
@@ -187,14 +187,9 @@ class PackedAttention(torch.nn.Module):
             key, value = (pad(column, (0, 8, 0, 1)) for column in (key, value))
             key[..., -1, -8] = 1.0
             visible = pad(visible, (0, 1), value=True)
+        is_grouped = query.size(1) != key.size(1)
         out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
+            query, key, value, visible, is_causal=visible is None, scale=self.softmax_scale, enable_gqa=is_grouped
         )
         return out[..., :width].transpose(1, 2)
 
@@ -206,18 +201,26 @@ class PackedAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms."""
+    """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms.
+
+    Zero-centred if the config says so: ``x / rms(x) * (1 + weight)``, in fp32.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, own_eps: float | None = None, **_: Any
     ) -> None:
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            raise ConfigError(
-                f"norm {config.normalization!r} (zero-centred: {config.layernorm_zero_centered_gamma}) needs "
-                "Transformer Engine; without it only plain RMSNorm is built"
-            )
+        if config.normalization != "RMSNorm":
+            raise ConfigError(f"norm {config.normalization!r} needs Transformer Engine, expected 'RMSNorm'")
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self.is_centred = config.layernorm_zero_centered_gamma
+        torch.nn.init.constant_(self.weight, 0.0 if self.is_centred else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same shape."""
+        if not self.is_centred:
+            return super().forward(x)
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormOverHeads(RMSNorm):

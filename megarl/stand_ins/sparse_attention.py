@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from megarl.models.shapes import ModelShape
-from megarl.stand_ins.attention import PackedAttention, PackedSequences, causal
+from megarl.stand_ins.attention import PackedAttention, PackedSequences, visible_keys
 
 _SCORES = 1 << 26
 """Most fp32 scores of heads at a time."""
@@ -98,7 +98,7 @@ class SparseAttention(PackedAttention):
                 queries = rotate(queries, angles[at, None], self._interleaved)
                 scores = torch.einsum("nqhd,nkd->nqhk", queries, turned_keys).relu_()
                 scores = torch.einsum("nqhk,nqh->nqk", scores, weights[part])
-                scores.masked_fill_(~causal(at, length), -torch.inf)
+                scores.masked_fill_(~visible_keys(at, length), -torch.inf)
                 selected[part] = scores.topk(self.topk).indices.int()
         packing.selected[self.source] = selected
 
@@ -109,12 +109,12 @@ class SparseAttention(PackedAttention):
             packed_seq_params.selected.pop(self.source, None)
         return output
 
-    def _visible(self, rows: Tensor, positions: Tensor, length: int, packing: Any) -> Tensor | None:
+    def _visible(self, rows: Any, positions: Tensor, length: int, packing: Any) -> Tensor | None:
         if length <= self.topk:
             return super()._visible(rows, positions, length, packing)
         chosen = torch.zeros(*rows.shape, length, dtype=torch.bool, device=rows.device)
         chosen.scatter_(-1, packing.selected[self.source][rows].long(), True)
-        return (chosen & causal(positions, length))[:, None]
+        return (chosen & visible_keys(positions, length))[:, None]
 
 
 class SparseLatentAttention(MLASelfAttention):
