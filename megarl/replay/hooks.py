@@ -173,13 +173,7 @@ def _dispatched(hook: Hook | None) -> torch.Tensor | None:
 
 
 def _attach_loss(
-    method: _Method,
-    hook: Hook | None,
-    probs: Any,
-    scores: Any,
-    routing_map: Any,
-    *arguments: Any,
-    **options: Any,
+    method: _Method, hook: Hook | None, probs: Any, scores: Any, routing_map: Any, *arguments: Any, **options: Any
 ) -> Any:
     """A method (probs, scores, routing map, ...) -> probs with the loss attached."""
     experts = _dispatched(hook)

@@ -52,9 +52,7 @@ class RoutingReplay:
     """
 
     def __init__(
-        self,
-        model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
-        min_agreement: float = MIN_AGREEMENT,
+        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, min_agreement: float = MIN_AGREEMENT
     ) -> None:
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []

@@ -139,10 +139,7 @@ def make_transport(config: Config) -> Transport:
 
 
 def _start_servers(
-    config: Config,
-    key: str | None,
-    transport: Transport,
-    tell: Callable[[str], None],
+    config: Config, key: str | None, transport: Transport, tell: Callable[[str], None]
 ) -> tuple[Fleet | None, list[str]]:
     """Return the servers of this rank's node, on the rank that started the servers, and all URLs; a collective call."""
     settings = config.sglang
@@ -182,12 +179,7 @@ def _find_host(nodes: Sequence[int]) -> str:
 
 
 def _make_fleet(
-    config: Config,
-    key: str | None,
-    nodes: Sequence[int],
-    host: str,
-    transport: Transport,
-    tell: Callable[[str], None],
+    config: Config, key: str | None, nodes: Sequence[int], host: str, transport: Transport, tell: Callable[[str], None]
 ) -> Fleet:
     """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder per node."""
     settings = config.sglang

@@ -156,11 +156,7 @@ class TrainStep:
         return minis, merge([equal_on_ranks, *(micro.metrics for micro in output.micros)])
 
     def backward(
-        self,
-        plan: StepPlan,
-        minis: Sequence[MiniBatch],
-        index: int,
-        advance: Advance | None = None,
+        self, plan: StepPlan, minis: Sequence[MiniBatch], index: int, advance: Advance | None = None
     ) -> PassOutput:
         """Leave the gradients of mini-batch ``index`` in the model."""
         mini, function, checks = minis[index], self.config.train.objective_function, DeviceChecks()

@@ -58,10 +58,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
     """
 
     def __init__(
-        self,
-        model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
-        on: bool = True,
-        most_rows: int | None = 1024,
+        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, on: bool = True, most_rows: int | None = 1024
     ) -> None:
         if most_rows is not None and most_rows < 1:
             raise ReplayError(f"most_rows = {most_rows}, expected a number of rows from 1, or None for all")

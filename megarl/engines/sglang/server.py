@@ -29,12 +29,7 @@ from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
-from megarl.engines.sglang.versions import (
-    check_server,
-    installed_release,
-    parse_arguments,
-    require_own,
-)
+from megarl.engines.sglang.versions import check_server, installed_release, parse_arguments, require_own
 from megarl.errors import MegarlError, RolloutError
 from megarl.models.fit import servers_record
 
