@@ -103,12 +103,7 @@ class LocalEngine(Engine):
         # In float32, because bfloat16 would round a second time.
         self._form = WeightForm(torch.float32, "rounded") if fp8_rounding else WeightForm()
         self._max_batch_size = max_batch_size
-        self._version = -1
         self._missing: str | None = "no weights have arrived yet"
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -119,8 +114,7 @@ class LocalEngine(Engine):
         for bucket in Intake(self._shapes, version, self._form, BUCKET_BYTES).buckets(moved):
             views = [self._views[name] for name in bucket.names]
             torch._foreach_copy_(views, [tensor for _, tensor in bucket.tensors()])
-        self._version = version
-        self._missing = None
+        self.weight_version, self._missing = version, None
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
@@ -149,7 +143,7 @@ class LocalEngine(Engine):
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
                 indices = order[start : start + self._max_batch_size]
                 batch, cache = [requests[i] for i in indices.tolist()], self._cache(config=self._model.config)
-                inputs = self._model, recorder, batch, params, limits[indices], self._version, on_finish, cache
+                inputs = self._model, recorder, batch, params, limits[indices], self.weight_version, on_finish, cache
                 rollouts += decode(*inputs, self._copied_rows)
         return [rollouts[i] for i in np.argsort(order).tolist()]
 
