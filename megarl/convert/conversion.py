@@ -178,9 +178,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
         result = to_megatron(source, out, options)
     else:
-        raise ConfigError(
-            f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
-        )
+        raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")
     if line := describe_left_out(result["dropped"]):
         print(printable(line))
     names = f"{result['family']}, names of {result['keys']['layers']} layers"

@@ -136,9 +136,7 @@ class TorchDistReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not (path / "metadata.json").is_file() or not (path / ".metadata").is_file():
-            raise CheckpointError(
-                f"{path} holds no metadata.json and .metadata, expected the folder of a torch_dist checkpoint"
-            )
+            raise CheckpointError(f"{path} holds no metadata.json and .metadata, expected a torch_dist checkpoint")
         self._reader = FileSystemReader(path)
         with _explain_damage(path / ".metadata"):
             self._metadata = load_metadata(path)

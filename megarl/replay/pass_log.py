@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """None from torch 2.14 on, where ``apply`` is written in C; the search then looks for the frame of ``forward``."""
-_BACKWARD = [
-    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
-]
+_METHODS = [getattr(BackwardCFunction, name, None) for name in ("apply", "apply_boxed")]
+_BACKWARD = [method.__code__ for method in _METHODS if method is not None]
 _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
@@ -300,20 +299,17 @@ def _frame_of_call(in_block: bool) -> FrameType | None:
     frame = sys._getframe(3)
     is_known = frame.f_code.co_filename == torch.nn.modules.module.__file__
     if in_block and not is_known:
-        raise ReplayError(
-            "a compiled model hides its forward passes; in a block, call the module itself (compile its parts instead)"
-        )
+        raise ReplayError("a compiled model hides its forward passes; in a block, call the module (compile its parts)")
     return frame if is_known else None
 
 
 def _context_of(frame: FrameType | None) -> object:
     """Return the ``ctx`` of an autograd function's forward, decorated or not; None without ``ctx``."""
-    names = () if frame is None else frame.f_code.co_varnames[:1]
-    for name in names:
-        value = frame.f_locals.get(name)  # type: ignore[union-attr]
-        value = value[0] if isinstance(value, tuple) and value else value
-        return value if isinstance(value, FunctionCtx) else None
-    return None
+    if frame is None:
+        return None
+    value = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+    value = value[0] if isinstance(value, tuple) and value else value
+    return value if isinstance(value, FunctionCtx) else None
 
 
 def _entered_checkpoints() -> list[Any]:

@@ -175,17 +175,13 @@ class Replayer:
         recording.compared_tokens = check_tokens(self._routes, self.tokens, checks)
         if self._checks is None:
             checks.require()
-        recording.shared, recording.native_shared = (
-            _stack(counts, hooks, block) for counts in (self._shared, self._native_shared)
-        )
+        recording.shared = _stack(self._shared, hooks, block)
+        recording.native_shared = _stack(self._native_shared, hooks, block)
         recording.native_rows = len(hooks) * sum(table.num_absent for table in self._tables)
         if self._native is not None:
             recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks, block)]
         if self._tables and self._min_agreement > 0:  # last, because a caller may go on after an AgreementError
             preferred, layers = _stack(self._own, hooks, block), [hook.layer for hook in hooks]
-            replayed = [
-                table.experts[:, table.asked[table.num_absent :]].transpose(0, 1).contiguous() for table in self._tables
-            ]
-            recording.agreement = check_agreement(
-                replayed, preferred, layers, hooks[0].num_experts, self._min_agreement
-            )
+            rows = [t.experts[:, t.asked[t.num_absent :]].transpose(0, 1).contiguous() for t in self._tables]
+            num_experts = hooks[0].num_experts
+            recording.agreement = check_agreement(rows, preferred, layers, num_experts, self._min_agreement)

@@ -59,9 +59,7 @@ def load_factory(config: Config) -> Callable[..., Any]:
     if config.rollout.engine in ENGINES:
         built, megatron = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
         if other := [name for name in built.keys() | megatron if built.get(name) != megatron.get(name)]:
-            pairs = [
-                f"{name} {built.get(name, 'absent')} (Megatron's {megatron.get(name, 'absent')})" for name in other
-            ]
+            pairs = [f"{n} {built.get(n, 'absent')} (Megatron's {megatron.get(n, 'absent')})" for n in other]
             raise ConfigError(f"model.path: transformers builds another model of config.json: {some(pairs)}")
     factory = config.rollout.engine_kind.factory
     if isinstance(factory, str):

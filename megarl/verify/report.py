@@ -119,7 +119,7 @@ def compare_routes(
         _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, passes)
     if any(sets.num_rows for sets in expected) and not report.compared.sum():
         report.missing.append("no row was compared: no expected row is present, or none belongs to a pass")
-    report.causes += _find_borrowed(draft, expected, layers)
+    report.causes += _borrowed(draft, expected, layers)
     return report
 
 
@@ -147,9 +147,7 @@ def _add_cause(
         report.causes.append(replace(cause, text=f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"))
 
 
-def _find_borrowed(
-    draft: Sequence[ExpertSets], expected: Sequence[ExpertSets], layers: Sequence[int]
-) -> Iterator[Cause]:
+def _borrowed(draft: Sequence[ExpertSets], expected: Sequence[ExpertSets], layers: Sequence[int]) -> Iterator[Cause]:
     """Yield a cause for each prediction layer that uses the expected routes of a decoder layer."""
     for micro, (used, target) in enumerate(zip(draft, expected, strict=False)):
         if used.num_rows != target.num_rows:

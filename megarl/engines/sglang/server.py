@@ -79,9 +79,7 @@ class Server:
                 raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
             self.kill()  # processes left by a dead server
             if not Path(self.spec.python).exists():
-                raise RolloutError(
-                    f"found no Python for SGLang at {self.spec.python}: set sglang.python (docs/sglang.md)"
-                )
+                raise RolloutError(f"found no Python at {self.spec.python}: set sglang.python (docs/sglang.md)")
             require_own(Path(self.spec.python))
             self._config_file = write_config(self.spec)
             server_command = command(replace(self.spec, port=self._port), self._config_file)

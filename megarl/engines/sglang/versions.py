@@ -140,9 +140,7 @@ def require_own(python: Path) -> None:
         return
     # The folder may be a link; the environment's own files lie beside the link.
     if problem := find_stranger(python) or find_stranger(python.parent):
-        raise ConfigError(
-            f"{python} is not trusted: {problem}; if you want to run it, set sglang.python to the whole path"
-        )
+        raise ConfigError(f"{python} is not trusted: {problem}; to run it, set sglang.python to the whole path")
 
 
 def installed_release(python: Path) -> str:

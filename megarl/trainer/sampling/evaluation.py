@@ -255,9 +255,8 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
         return None
     if config.function == "tools":
         template = {} if config.observation is None else {"template": config.observation}
-        form = (
-            Hermes(**template) if config.format == "hermes" else Block(config.call_open, config.call_close, **template)
-        )
+        marks = config.call_open, config.call_close
+        form = Hermes(**template) if config.format == "hermes" else Block(*marks, **template)
         return ToolEnvironment([_tool(name, config) for name in config.tools], form)
     factory = load_plug("environment.function", config.function, "tools")
     environment = call_own("environment.function", factory, **config.options)

@@ -43,9 +43,8 @@ class Broadcast(Transport):
                 return broadcast(senders, bucket)
             except WeightSyncError as error:
                 delivery.is_split = True
-                delivery.receivers.tell(
-                    f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}"
-                )
+                tell = delivery.receivers.tell
+                tell(f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}")
         delivery.receivers.each(lambda member: broadcast([member.sender], bucket), daemon=False)
         return None
 

@@ -108,9 +108,7 @@ class WeightSender:
         self.name(str(version))
         named_version = self.weight_version()
         if named_version != str(version):
-            raise WeightSyncError(
-                f"{self.url} says its weights are version {named_version!r} after an update to {version}"
-            )
+            raise WeightSyncError(f"{self.url} says it has version {named_version!r} after an update to {version}")
         self._named = named_version
 
     def name(self, version: str) -> None:
