@@ -123,9 +123,8 @@ def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     original, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
     c10d._process_group_name = lambda *_, **__: name
     try:
-        return require_group(
-            dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN)
-        )
+        options: Any = {"use_local_synchronization": True, "group_desc": _TWIN}
+        return require_group(dist.new_group(list(ranks), timeout, "gloo", **options))
     finally:
         c10d._process_group_name = original
 
@@ -210,14 +209,14 @@ def fail_together(failure: MegarlError | None, action: str) -> None:
 
 def run_together(name: str, action: Callable[[], Result]) -> Result:
     """Return the result of ``action``; all ranks raise the error of any rank; a collective call."""
-    results: list[Result] = []
+    result: Any = None
     failure: MegarlError | None = None
     try:
-        results.append(action())
+        result = action()
     except MegarlError as error:
         failure = error
     fail_together(failure, name)
-    return results[0]
+    return result
 
 
 def is_collective_error(error: BaseException) -> bool:

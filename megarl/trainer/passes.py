@@ -75,11 +75,10 @@ def run_pass(
     all ranks, and so is an error of ``checks``, which are required at the end. leaves_mistakes: routes that agree too
     little are returned, not raised, for the tripwires to judge.
     """
-    outputs: list[MicroOutput] = []
+    outputs: list[MicroOutput] | None = None
     recording: Recording | None = None
     mistake: AgreementError | None = None
     failure: MegarlError | None = None
-    has_run = False
     try:
         with routing or replayed(policy, mini) as recording:
             outputs = forward.run(
@@ -89,9 +88,8 @@ def run_pass(
                 vocab_size=policy.shape.vocab_size,
                 **options,
             )
-            has_run = True
     except ReplayError as error:
-        if not has_run:  # during the pass, ranks are in different collective calls
+        if outputs is None:  # during the pass, ranks are in different collective calls
             raise
         if leaves_mistakes and isinstance(error, AgreementError):
             mistake = error
@@ -104,7 +102,7 @@ def run_pass(
         failure = failure or error
     if policy.replay is not None or checks is not None:
         distributed.fail_together(failure, "the pass")
-    return PassOutput(outputs, recording, mistake)
+    return PassOutput(outputs or [], recording, mistake)
 
 
 def replayed(policy: Policy, mini: MiniBatch, checks: DeviceChecks | None = None) -> Routing:

@@ -6,16 +6,15 @@ tokens in the batch: the loss is the mean negative log-likelihood.
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megarl.config import Config
-from megarl.core.metrics import Stat, finalize
+from megarl.core.metrics import finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
-from megarl.core.types import TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
@@ -79,17 +78,9 @@ def read_demonstrations(config: Config) -> list[Demonstration]:
 def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:
     batch = pack([make_rollout(d.tokens, d.loss_mask) for d in demonstrations], np.zeros(len(demonstrations)))
     total = over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens)).num_tokens
-    micro_batches = split(config, batch)
-
-    def weigh(
-        _: int, columns: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
-    ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
-        return columns.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
-
     policy.zero_grad()
-    outputs = forward.run(
-        policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size, coefficients=weigh
-    )
+    options: Any = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size, "coefficients": forward.by_mask(total)}
+    outputs = forward.run(policy.chunks, split(config, batch), **options)
     policy.optimizer_step()
     statistics = distributed.collect([output.metrics for output in outputs])
     return finalize(statistics) if statistics is not None else {}

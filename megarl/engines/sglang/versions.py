@@ -71,8 +71,8 @@ def parse_version(text: str) -> Version:
     return int(match[1]), int(match[2]), int(match[3])
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))["faults"]
-FAULTS = [Fault(name, **fields) for name, fields in _TABLE.items()]
+TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
+FAULTS = [Fault(name, **fields) for name, fields in TABLE["faults"].items()]
 
 
 def check_server(

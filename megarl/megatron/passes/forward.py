@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
@@ -46,6 +47,15 @@ class MicroOutput:
     entropies: Tensor
     """float32 [T], of the distribution that the token was drawn from; natural logarithm, full vocabulary."""
     metrics: dict[str, Stat]
+
+
+def by_mask(divisor: float = 1.0) -> CoefficientFn:
+    """Return coefficients of 1 / ``divisor`` for every loss token: a weighted log-likelihood."""
+
+    def weigh(_: int, batch: TrainBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, None, dict[str, Stat]]:
+        return to_device(batch.loss_mask.to(logprobs.dtype), logprobs.device) / divisor, None, {}
+
+    return weigh
 
 
 @contextmanager

@@ -16,11 +16,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.nn import Parameter
 
-from megarl.core.devices import to_device
-from megarl.core.metrics import Stat
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import Rollout
 from megarl.errors import NumericsError
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
+from megarl.megatron.passes.forward import by_mask
 from megarl.megatron.policy import Policy
 from megarl.replay import Recording
 from megarl.replay.megatron_state import unwrap
@@ -76,14 +75,11 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: Bl
 
 
 def _backward(train_step: TrainStep, mini: MiniBatch) -> None:
-    def weigh(_: int, batch: TrainBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, None, dict[str, Stat]]:
-        return to_device(batch.loss_mask.to(logprobs.dtype), logprobs.device), None, {}
-
     policy, routing = train_step.policy, nullcontext()
     if policy.replay is not None and mini.routes is not None:
         # min_agreement=0: too few tokens to check the routes; the training step checks routes.
         routing = policy.replay.replay(Recording(mini.routes), min_agreement=0.0)
-    run_pass(policy, mini, routing, coefficients=weigh)
+    run_pass(policy, mini, routing, coefficients=by_mask())
 
 
 def _square(parameter: Parameter) -> Tensor:
