@@ -58,7 +58,7 @@ class RoutingReplay:
         self._hooks: list[Hook] = []
         wrapped = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [unwrap(chunk) for chunk in wrapped]
-        routers = [find_routers(chunk) for chunk in chunks]
+        routers: list[list[Any]] = [find_routers(chunk) for chunk in chunks]
         check_chunks(chunks)
         self._config = chunks[0].config
         self.shape = MoeShape.of_megatron(self._config)
@@ -69,20 +69,16 @@ class RoutingReplay:
         self._log = PassLog() if log is None else log  # of an earlier RoutingReplay, whose graphs may be left
         for index, (chunk, of_chunk) in enumerate(zip(chunks, routers, strict=True)):
             for place, router in enumerate(of_chunk):
-                self._attach(router, index, place == 0)
-                if place == 0:
-                    self._hooks[-1].taps = tap(chunk, index, self._log)
+                if isinstance(router.router_replay, Hook):
+                    router.router_replay.remove_taps()
+                router.router_replay = hook = Hook(router, len(self._hooks), self._log, index, place == 0)
+                count_dispatched(router, hook)
+                self._hooks.append(hook)
+                if hook.is_first:
+                    hook.taps = tap(chunk, index, self._log)
 
     def __reduce__(self) -> NoReturn:
         raise ReplayError("a RoutingReplay is not copied: a copy of its model routes natively, and takes a new one")
-
-    def _attach(self, router: Any, chunk: int, is_first: bool) -> None:
-        if isinstance(router.router_replay, Hook):
-            router.router_replay.remove_taps()
-        hook = Hook(router, len(self._hooks), self._log, chunk, is_first)
-        router.router_replay = hook
-        count_dispatched(router, hook)
-        self._hooks.append(hook)
 
     @property
     def layers(self) -> tuple[int, ...]:

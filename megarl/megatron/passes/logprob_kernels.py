@@ -20,14 +20,9 @@ ENTRIES = 64
 
 
 def fold(
-    logits: Tensor,
-    scale: float,
-    labels: Tensor,
-    first_id: int,
-    largest: Tensor,
-    sums: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:
+    logits: Tensor, scale: float, labels: Tensor, first_id: int,
+    largest: Tensor, sums: Tensor, kept: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:  # fmt: skip
     """Add a block of products fp32 [R, C] to the running maximum [R] and sums [3, R] of the rows.
 
     Logits are ``scale`` times the products. ``sums``: sum exp(z - m), sum (z - m) exp(z - m), logit of the label.
@@ -42,15 +37,9 @@ def fold(
 
 
 def by_logit(
-    logits: Tensor,
-    scale: float,
-    labels: Tensor,
-    first_id: int,
-    of_logprob: tuple[Tensor, Tensor],
-    of_entropy: tuple[Tensor, Tensor, Tensor] | None,
-    kept: tuple[Tensor, Tensor, Tensor] | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    logits: Tensor, scale: float, labels: Tensor, first_id: int, of_logprob: tuple[Tensor, Tensor],
+    of_entropy: tuple[Tensor, Tensor, Tensor] | None, kept: tuple[Tensor, Tensor, Tensor] | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Overwrite a block of products fp32 [R, C] with its gradient, and return it as a view of ``dtype`` [R, C].
 
     of_logprob: (normaliser, factor), of_entropy: (log_sum, entropies, factor), fp32 [R] each; the rest as in ``fold``.
