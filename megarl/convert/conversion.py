@@ -13,16 +13,9 @@ from typing import Any
 
 import torch
 
+from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
-from megarl.convert.megatron_files import (
-    HF_FOLDER,
-    Keys,
-    MegatronCheckpoint,
-    Piece,
-    parameter_shape,
-    torch_dist_folder,
-    units_of,
-)
+from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
@@ -40,7 +33,7 @@ def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
     """
     shape = read_shape(source)
     keys = Keys.of_megatron(shape, options.layers)
-    units = units_of(shape)
+    units = megatron_files.units_of(shape)
     with HFCheckpoint(source) as hf:
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
         require_unchanged(source)
@@ -67,7 +60,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     model: a folder with config and tokenizer; None for the folder inside a converted checkpoint. ConfigError without
     its config.json, and as ``to_megatron``.
     """
-    source = torch_dist_folder(source)
+    source = megatron_files.torch_dist_folder(source)
     model = model or source / HF_FOLDER
     if not (model / "config.json").is_file():
         raise ConfigError(
@@ -77,7 +70,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
-    pieces = list(chain(*units_of(shape)))
+    pieces = list(chain(*megatron_files.units_of(shape)))
     dtypes = [options.dtype_of(piece.rule.hf[0], megatron.dtype(piece)) for piece in pieces]
     cast_dtypes = set(compress(dtypes, (not is_fp32(piece.rule.hf[0]) for piece in pieces)))
     config_dtype = cast_dtypes.pop() if len(cast_dtypes) == 1 else None  # a config names a single dtype, or no dtype
@@ -170,7 +163,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
     """
     if not source.exists():
         raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
-    checkpoint = torch_dist_folder(source)
+    checkpoint = megatron_files.torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
         result = to_hf(checkpoint, out, model, options)
     elif os.path.lexists(source / "config.json"):

@@ -31,7 +31,6 @@ from megarl.run import progress as shown
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
-from megarl.run.progress import StepProgress
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.trainer.engines import make_engine
@@ -54,7 +53,7 @@ def train(config: Config) -> None:
     with ExitStack() as stack:
         # Under a launcher, a killed trainer may hold the lock for a moment.
         wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
-        tell = StepProgress(enabled=distributed.is_main_rank()).line
+        tell = shown.StepProgress(enabled=distributed.is_main_rank()).line
         lock = RunLock(folder / "lock", tell, wait_s=wait_s)
 
         def lock_and_claim() -> None:

@@ -38,7 +38,6 @@ from megarl.models.fit import check_reference, watches_routes
 from megarl.run.progress import Advance
 from megarl.trainer import passes
 from megarl.trainer.mini_batch import FirstPass, Judged, MiniBatch, StepPlan, check_missing_rows, over_ranks, split
-from megarl.trainer.passes import PassOutput, run_pass, token_advantages
 from megarl.watch.tripwires import StepJudge
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -116,7 +115,7 @@ class TrainStep:
     def old_pass(self, plan: StepPlan, mini: MiniBatch) -> MiniBatch:
         """Run the old-log-prob pass over a mini-batch, and compare the engines there."""
         routing = passes.compared(self.policy, mini, plan)
-        output = run_pass(self.policy, mini, routing, leaves_mistakes=self.tripwires.judges_routes)
+        output = passes.run_pass(self.policy, mini, routing, leaves_mistakes=self.tripwires.judges_routes)
         return replace(mini, first=passes.compare_engines(self.policy, mini, output, plan))
 
     def update(
@@ -157,7 +156,7 @@ class TrainStep:
 
     def backward(
         self, plan: StepPlan, minis: Sequence[MiniBatch], index: int, advance: Advance | None = None
-    ) -> PassOutput:
+    ) -> passes.PassOutput:
         """Leave the gradients of mini-batch ``index`` in the model."""
         mini, function, checks = minis[index], self.config.train.objective_function, DeviceChecks()
         facts = self._facts(mini, has_moved=index > 0)
@@ -177,7 +176,7 @@ class TrainStep:
 
         self.policy.zero_grad()
         is_first_pass = index == 0 and mini.first is None
-        return run_pass(
+        return passes.run_pass(
             self.policy,
             mini,
             passes.compared(self.policy, mini, plan, checks)
@@ -216,7 +215,7 @@ class TrainStep:
         """
         logprobs = [column for mini in minis for column in self._current_logprobs(mini, is_current)]
         assert judged is not None, "the objective computes advantages from rewards"
-        minis, drift = token_advantages(self.objective, judged, minis, logprobs)
+        minis, drift = passes.token_advantages(self.objective, judged, minis, logprobs)
         if drift is not None:
             metric = {"kl/current" if is_current else "kl/ref": drift}
             minis[0] = replace(minis[0], metrics=merge([minis[0].metrics, metric]))
@@ -224,7 +223,7 @@ class TrainStep:
 
     def _current_logprobs(self, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:
         """Return log pi_theta [T] by micro-batch at the weights of the next update: pi_old's unless they moved."""
-        return run_pass(self.policy, mini).logprobs if has_moved or mini.first is None else mini.first.logprobs
+        return passes.run_pass(self.policy, mini).logprobs if has_moved or mini.first is None else mini.first.logprobs
 
 
 class Tripwires(StepJudge):

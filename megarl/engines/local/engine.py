@@ -22,17 +22,9 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
 from megarl.core.types import Rollout, SampleRequest
+from megarl.engines import protocol
 from megarl.engines.local.decode import RouteRecorder, decode
-from megarl.engines.protocol import (
-    Begin,
-    Engine,
-    OnFinish,
-    SamplingParams,
-    Session,
-    check_prompt,
-    limit_response,
-    run_session,
-)
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session
 from megarl.engines.weights import Intake, WeightForm, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.models.names import is_fp32
@@ -127,14 +119,14 @@ class LocalEngine(Engine):
         if params.return_routed_experts and self._recorder.num_layers == 0:
             raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
         session = BatchSession(lambda requests: self._sample(requests, params, on_finish))
-        run_session(session.run_episodes(begin))
+        protocol.run_session(session.run_episodes(begin))
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
         config = self._model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
         for request in {id(request.prompt_tokens): request for request in requests}.values():  # samples share prompts
-            check_prompt(request, params, config.vocab_size)
-        limits = np.array([limit_response(request, params, positions) for request in requests])
+            protocol.check_prompt(request, params, config.vocab_size)
+        limits = np.array([protocol.limit_response(request, params, positions) for request in requests])
         recorder = self._recorder if params.return_routed_experts else None
         # Requests of similar length share a batch, for little padding.
         order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")

@@ -16,10 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
 from megarl.core.devices import to_device
@@ -88,9 +85,9 @@ def _logprobs(
     """(log-probabilities, entropies) by position, fp32 [S] each, from hidden [S / tp or S, H]."""
     group = parallel_state.get_tensor_model_parallel_group()
     if gpt.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        hidden = mappings.gather_from_sequence_parallel_region(hidden, group=group)
     else:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group)
+        hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group)
     is_tied = gpt.share_embeddings_and_output_weights
     weight = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
     assert weight is not None  # it may be None on earlier stages
