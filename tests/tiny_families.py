@@ -56,6 +56,22 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# As published ones say it, with other numbers.
+_YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+_VISION = {
+    **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
+    **{"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
@@ -81,9 +97,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_scaling_factor": 1.5},
     ),
     "olmoe": ("olmoe", {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {**_COMMON, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 12, "rope_parameters": {**_MROPE, "mrope_section": [4, 2, 2]}},
+            "vision_config": _VISION,
+        },
+    ),
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", _COMMON),
     "llama": ("llama", {**_COMMON, "head_dim": 16, "rope_parameters": _LLAMA3}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_COMMON, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 3}
+        | {"rope_parameters": _YARN_OF_GPT_OSS, "swiglu_limit": 7.0},
+    ),
 }
 """Name -> (transformers' model type, its config)."""
 
@@ -91,17 +120,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_family(folder: Path, name: str, **changes: Any) -> Path:
     """A checkpoint with random weights, the same every time; ``changes`` are keys of its config. Returns ``folder``."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    kind, config = FAMILIES[name]
+    from megarl.engines.weights import auto_class
+    from megarl.files.hf_config import family_entry
+
+    kind, changed = FAMILIES[name]
+    settings = {**changed, **changes}
+    if "text_config" in changed:
+        settings = {**changed, "text_config": {**changed["text_config"], **changes}}
+    config = AutoConfig.for_model(kind, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**config, **changes}))
+        model = auto_class(config).from_config(config)
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
                 if "norm" in key:
                     tensor.uniform_(0.5, 1.5)
                 elif "bias" in key:
                     tensor.normal_(std=0.1)
+                elif "sinks" in key:
+                    tensor.normal_()
     model.save_pretrained(folder)
+    if family_entry(kind, "turned"):
+        turn_experts(folder)
     return folder
+
+
+def turn_experts(folder: Path) -> None:
+    """From the form in which transformers 5 saves such experts into that of published checkpoints, and back."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(turned, file, metadata={"format": "pt"})

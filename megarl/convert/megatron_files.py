@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -73,12 +73,13 @@ class Keys:
             name, index, sizes = name.replace(_LAYER, "layers."), [layer], [shape.num_layers]
         elif rule.scope != "model":
             name = name.replace(_LAYER, f"layers.{layer}.")
+        name = name.replace("{expert}.", "")
         if rule.scope == "expert":
-            name, index, sizes = name.replace("{expert}.", ""), [*index, expert], [*sizes, shape.num_experts]
+            index, sizes = [*index, expert], [*sizes, shape.num_experts]
         return Place(name, tuple(index), tuple(sizes))
 
     def _name(self, rule: Rule, shape: ModelShape) -> str:
-        if rule.scope == "expert":  # equal for both kinds of layers
+        if rule.scope in ("expert", "experts"):  # equal for both kinds of layers
             return rule.megatron[0].replace("local_experts.{expert}", "experts.{expert}")
         name = rule.megatron[0 if self.layers == "local" else -1]
         if self.layers == "local" and not shape.fields.get("multi_latent_attention"):
@@ -88,17 +89,25 @@ class Keys:
 
     def extra_states(self, piece: Piece, shape: ModelShape) -> list[str]:
         """Return the names of the ``_extra_state`` objects of the parameter's module; without FP8 training: None."""
+        if piece.rule.scope == "experts":
+            of_each = replace(piece.rule, scope="expert")
+            pieces = (Piece(of_each, piece.layer, expert) for expert in range(shape.num_experts))
+            return [name for single in pieces for name in self.extra_states(single, shape)]
         place = self.place(piece, shape)
         module = place.key.rpartition(".")[0]
         leaf = module.rpartition(".")[2]
         is_whole = piece.rule.scope == "model" and leaf != "final_layernorm"
         if is_whole or not (leaf.startswith("linear_") or self.layers == "te"):
             return []
-        index, sizes = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.sizes or (1,)))
+        indices, sizes = [place.index or (0,)], place.sizes or (1,)
+        if piece.rule.scope == "experts":  # each has one
+            indices = [(*place.index, expert) for expert in range(shape.num_experts)]
+            sizes = (*place.sizes, shape.num_experts)
+        shards = [f"shard_{'_'.join('.'.join(map(str, part)) for part in (index, sizes))}" for index in indices]
         modules = [module]
         if self.layers == "te" and leaf == "linear_proj":
             modules.append(module.replace("linear_proj", "core_attention"))
-        return [f"{name}._extra_state/shard_{index}_{sizes}" for name in modules if leaf != "router"]
+        return [f"{name}._extra_state/{shard}" for name in modules if leaf != "router" for shard in shards]
 
 
 def units_of(shape: ModelShape) -> list[list[Piece]]:

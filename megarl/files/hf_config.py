@@ -9,14 +9,14 @@ import fnmatch
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 
-_TABLES = tomllib.loads(Path(__file__).with_name("hf_config.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 COMMON: Mapping[str, Any] = _TABLES["common"]
 FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
 ROPE: Mapping[str, Any] = _TABLES["rope"]
@@ -46,7 +46,7 @@ class HFConfig:
     """
 
     def __init__(self, values: Mapping[str, Any], *tables: Mapping[str, Any], prefix: str = "") -> None:
-        """tables: of hf_config.toml; a later default overrides.
+        """tables: of families.toml; a later default overrides.
 
         ``defaults``, ``required``, ``optional`` and ``derived`` then hold the keys of these kinds.
         """
@@ -70,9 +70,8 @@ class HFConfig:
     @staticmethod
     def of(hf: Mapping[str, Any]) -> HFConfig:
         """Return the config of a model whose type is in ``FAMILIES``."""
-        table = FAMILIES[hf["model_type"]]
-        base = FAMILIES[table["like"]] if "like" in table else {}
-        return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, base, table)
+        hf = flatten(hf)
+        return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, *reversed(_entries(hf["model_type"])))
 
     def get(self, key: str) -> Any:
         """Return the value of a key; None, and not read, if the class lacks the key."""
@@ -117,6 +116,61 @@ class HFConfig:
         return any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
 
 
+def family_entry(kind: str, key: str) -> Any:
+    """Return what families.toml says of a model type under ``key``, or of the family that it is like; None without."""
+    return next((entry[key] for entry in _entries(kind) if key in entry), None)
+
+
+def _entries(kind: str) -> list[Mapping[str, Any]]:
+    """Return the table of a model type, then of the family that it is like."""
+    entry = FAMILIES.get(kind, {})
+    return [entry, *(_entries(entry["like"]) if "like" in entry else ())]
+
+
+def hf_name(kind: str, name: str) -> str:
+    """Return the name that a tensor of a text model has in the checkpoints of a model type, a larger model perhaps."""
+    prefixes = family_entry(kind, "prefixes") or {}
+    return next((new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)), name)
+
+
+def is_beside_text(kind: str, name: str) -> bool:
+    """Whether a tensor of a larger model does not belong to its text model, such as a vision tower's."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in family_entry(kind, "beside") or ())
+
+
+def is_turned(kind: str, name: str, shape: Sequence[int], hidden: int) -> bool:
+    """Whether a tensor [E, rows, columns] lies the other way round than in published checkpoints.
+
+    transformers 5 turns the experts of such a family when it reads or saves them. DataError for a square matrix.
+    """
+    axes = (axis for glob, axis in (family_entry(kind, "turned") or {}).items() if fnmatch.fnmatchcase(name, glob))
+    if (axis := next(axes, None)) is None or len(shape) != 3:
+        return False
+    if shape[1] == shape[2]:
+        raise DataError(f"{name} has shape {tuple(shape)}: rows and columns of a square matrix cannot be told apart")
+    return shape[axis] != hidden == shape[3 - axis]
+
+
+def flatten(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of a text model inside a larger model as one table; any other config as it is.
+
+    The larger model's keys replace those of ``text_config`` that say nothing of the computation, and
+    ``tie_word_embeddings``. ConfigError for another text model, and for two values of a key.
+    """
+    kind = family_entry(str(hf.get("model_type")), "text")
+    text = hf.get("text_config")
+    if kind is None:
+        return hf
+    if not isinstance(text, dict) or text.get("model_type", kind) != kind:
+        raise ConfigError(f"text_config is {reprlib.repr(text)}, expected a table of model type {kind!r}")
+    outer = {key: value for key, value in hf.items() if key != "text_config"}
+    replaced = {"model_type", "architectures", "tie_word_embeddings"}
+    for key in text.keys() & outer.keys() - replaced:
+        if text[key] != outer[key] and not any(fnmatch.fnmatchcase(key, glob) for glob in _TABLES["harmless"]):
+            raise ConfigError(f"{key} is {outer[key]!r}, and in text_config {text[key]!r}; expected one value")
+    return {**{key: value for key, value in text.items() if key not in replaced}, **outer}
+
+
 def read_dtype(hf: Mapping[str, Any]) -> str:
     """Return the dtype in a config.json, in torch's words; "bfloat16" without a dtype.
 
@@ -158,7 +212,9 @@ def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = tuple(
+    kind for kind in FAMILIES if not any("experts" in name for name in family_entry(kind, "shape")["readers"])
+)
 """Model types without experts."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -16,6 +18,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import is_te_min_version
+from torch.nn.functional import silu
 
 from megarl.errors import ConfigError
 from megarl.megatron.versions import require_release
@@ -37,7 +41,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": "silu",
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -50,10 +54,12 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         **_pipeline_messages(overrides),
         "use_cpu_initialization": not torch.cuda.is_available(),
         "bias_activation_fusion": has_te,
-        "bias_dropout_fusion": has_te,
+        "bias_dropout_fusion": has_te and not shape.fields.get("add_bias_linear"),  # refused for TE's experts
         "apply_rope_fusion": has_te,
     }
     values = {**defaults, **shape.fields, **overrides}
+    values["activation_func"] = {"silu": silu, "quick_gelu": quick_gelu}[values["activation_func"]]
+    yarn = {name: values.pop(name) for name in shape.fields if name.startswith("yarn_")}
     has_deep_ep = torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None
     if values["moe_token_dispatcher_type"] == "flex" and not has_deep_ep:
         raise ConfigError(
@@ -61,7 +67,11 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         )
     if values.get("multi_latent_attention"):
         return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
-    return TransformerConfig(**values)
+    if yarn:
+        values["apply_rope_fusion"] = False  # the kernel for packed sequences drops the attention factor
+    config = TransformerConfig(**values)
+    vars(config).update(yarn)  # no fields of the class, but read by GPTModel
+    return config
 
 
 def _pipeline_messages(overrides: Mapping[str, Any]) -> dict[str, bool]:
@@ -85,6 +95,17 @@ class _LatentAttention(MLASelfAttention):
         return {**resolved, "linear_q_proj": submodules.linear_q_proj}
 
 
+def _te_attends(config: TransformerConfig) -> bool:
+    """Whether Transformer Engine attends as the model does: sinks of packed sequences came with 2.12.
+
+    Its attention across ranks as Megatron asks for it, in a ring, has neither sinks nor windows.
+    """
+    has_sinks = config.softmax_type != "vanilla"
+    if config.context_parallel_size > 1:
+        return not has_sinks and config.window_size is None
+    return not has_sinks or is_te_min_version("2.12.0")
+
+
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
     """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input."""
     spec = get_gpt_decoder_block_spec(
@@ -94,6 +115,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
         layer.submodules.self_attention.module = _LatentAttention
     if uses_te(shape):
+        for layer in [] if _te_attends(config) else layers:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -136,13 +159,22 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, vp_stage=stage),
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if hasattr(config, "yarn_rotary_scaling_factor") else "rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             rope_scaling=shape.rope_factor is not None,
             rope_scaling_factor=shape.rope_factor or 1.0,
             vp_stage=stage,
         )
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("softmax_offset"):  # neither Megatron nor Transformer Engine says that ranks share it out
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        for module in chunk.modules() if config.add_bias_linear else ():
+            if isinstance(module, RowParallelLinear) and module.is_expert:
+                # Experts of local layers add their bias in place, to what autograd takes for a view of the product.
+                module.register_forward_hook(lambda _, __, result: (result[0].clone(), result[1]))
+                # Marked as a copy, its gradient would be summed with that of another expert.
+                vars(module.bias)["sequence_parallel"] = False
         if config.moe_router_enable_expert_bias:
             _fix_expert_bias(chunk)
         if config.multi_latent_attention and uses_te(shape):

@@ -21,8 +21,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
@@ -73,6 +74,9 @@ def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
 class PackedAttention(torch.nn.Module):
     """Causal grouped-query attention inside each packed sequence: softmax(q k^T * scale) v, by torch's SDPA.
 
+    A layer with a window sees ``window_size[0]`` keys before its own. With ``softmax_type`` "learnable", the softmax of
+    a head has one more logit, a sink, which no value belongs to: the parameter ``softmax_offset`` [heads of this rank].
+
     Takes query ``[T, heads, d]`` and key, value ``[T, kv_heads, d]`` of this tensor-parallel rank, returns
     ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. With context parallelism, keys and values are
     gathered, so memory grows with the whole sequence; Transformer Engine's ring attention avoids that.
@@ -89,14 +93,12 @@ class PackedAttention(torch.nn.Module):
         **_: Any,  # process groups; latent attention also passes widths, which the tensors have
     ) -> None:
         super().__init__()
-        del layer_number
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         unsupported = {
             "attention_type": attention_type != "self",
             "attn_mask_type": attn_mask_type != AttnMaskType.causal,
             "attention_dropout": bool(dropout),
-            "window_size": config.window_size is not None,
-            "softmax_type": config.softmax_type != "vanilla",
+            "softmax_type": config.softmax_type == "off-by-one",
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
         refused = [name for name, hit in unsupported.items() if hit]
@@ -104,6 +106,12 @@ class PackedAttention(torch.nn.Module):
             raise ConfigError(f"attention without Transformer Engine supports no {', '.join(refused)}")
         self.cp_group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
+        window, skipped = config.window_size, config.window_attn_skip_freq
+        has_window = is_layer_window_attention(window, skipped, layer_number)  # type: ignore[arg-type] # None is fine
+        self.window = window[0] if window and has_window else None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        self.softmax_offset = sinks if config.softmax_type == "learnable" else None
 
     def forward(
         self,
@@ -143,23 +151,43 @@ class PackedAttention(torch.nn.Module):
             # Positions of this rank's queries in the sequence; computed on the host, where the length is known.
             position = to_device(zigzag_indices(torch.tensor([0, length]), size, rank), rows.device)
             local_rows = rows[:, :1] // size + torch.arange(position.numel(), device=rows.device)
-            visible = torch.arange(length, device=rows.device) <= position[:, None]
-            outputs.append(self._attend(query[local_rows], key[rows], value[rows], visible).flatten(0, 1))
+            outputs.append(self._attend(query[local_rows], key[rows], value[rows], position).flatten(0, 1))
             order.append(local_rows.flatten())
         return torch.cat(outputs)[torch.argsort(torch.cat(order))].flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
-        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [q, k] says otherwise."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor | None = None) -> Tensor:
+        """[n, q, heads, d] -> [n, q, heads, d]; position: int64 [q], of the queries among the keys, if not of all."""
+        length, width, sinks = key.size(1), value.size(-1), self.softmax_offset
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        visible = None  # for torch's causal kernels
+        if position is not None or sinks is not None or (self.window is not None and length > self.window + 1):
+            every = torch.arange(length, device=key.device)
+            distance = (every if position is None else position)[:, None] - every
+            visible = (distance >= 0) & (distance <= (length if self.window is None else self.window))
+        if visible is not None and sinks is not None:
+            # The sink is one more key, 0 but for an added dimension, where a query has the logit of its head. Kernels
+            # of GPUs take multiples of 8 dimensions only.
+            logits = (sinks / self.softmax_scale).to(query.dtype).view(-1, 1, 1).expand(*query.shape[:-1], 1)
+            query = pad(torch.cat([query, logits], -1), (0, 7))
+            key, value = (pad(column, (0, 8, 0, 1)) for column in (key, value))
+            key[..., -1, -8] = 1.0
+            visible = pad(visible, (0, 1), value=True)
         out = scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=visible,
             is_causal=visible is None,
             scale=self.softmax_scale,
-            enable_gqa=query.size(2) != key.size(2),
+            enable_gqa=query.size(1) != key.size(1),
         )
-        return out.transpose(1, 2)
+        return out[..., :width].transpose(1, 2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return Megatron's description of the sinks, which tensor-parallel ranks share out."""
+        del metadata  # process groups: the ones in use
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 class RMSNorm(torch.nn.RMSNorm):

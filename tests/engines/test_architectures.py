@@ -10,7 +10,7 @@ import pytest
 import torch
 from local_engines import local_engine
 from rollout_oracle import make_requests
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from megarl.engines.local.decode import RouteRecorder
 from megarl.engines.protocol import SamplingParams
@@ -31,6 +31,7 @@ GLM = Glm4MoeConfig(
     **SMALL, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1
 )
 MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+GPT_OSS = GptOssConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2, sliding_window=3)
 TIED = Qwen3MoeConfig(
     **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
 )
@@ -47,7 +48,11 @@ def save(config: Any, path: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(("config", "num_layers"), [(GLM, 2), (MIXTRAL, 3), (TIED, 3)], ids=["glm", "mixtral", "tied"])
+@pytest.mark.parametrize(
+    ("config", "num_layers"),
+    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3)],
+    ids=["glm", "mixtral", "tied", "gpt_oss"],
+)
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
     called: list[torch.Tensor] = []

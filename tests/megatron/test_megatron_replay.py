@@ -10,7 +10,7 @@ import pytest
 from cases_replay import World
 from dispatch_probe import DispatchProbe
 from ranks import Case, case
-from tiny_world import rollouts
+from tiny_world import batch_of, rollouts
 
 RECORDED = "cases_replay:recorded"
 MOE_LAYERS = {0, 2, 3}
@@ -45,6 +45,22 @@ def test_tokens_are_sent_to_the_experts_of_their_rollout_in_every_pass(
     routers = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("router.weight")]
     assert len(routers) == len(MOE_LAYERS)
     assert all(float(p.main_grad.abs().max()) > 0 for p in routers)
+
+
+def test_a_router_with_a_bias_replays(models: dict[str, Path], one_rank: None) -> None:
+    """gpt-oss: the gates are of the replayed experts' logits, bias included, and the bias is trained."""
+    made = rollouts(num_layers=4)
+    world = World(models["gpt_oss"], batch=batch_of(made))
+    probe = DispatchProbe(world.policy.chunks, world.micros)
+    with world.replay.replay(world.routes):
+        world.run(backward=True)
+    probe.remove()
+    assert probe.violations(made, (0, 1, 2, 3)) == []
+    assert probe.largest_gate_error() < 1e-5
+    (chunk,) = world.policy.chunks
+    biases = [p for name, p in chunk.named_parameters() if name.endswith("router.bias")]
+    assert len(biases) == 4
+    assert all(float(bias.main_grad.abs().max()) > 0 for bias in biases)
 
 
 RECORDED_CASES = [

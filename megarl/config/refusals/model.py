@@ -50,6 +50,10 @@ def for_layout(config: Config, shape: "ModelShape", layout: Layout) -> Iterator[
     if not shape.fields.get("multi_latent_attention"):
         yield _uneven("num_key_value_heads", shape.fields["num_query_groups"], "parallel.tp", layout.tp)
     yield _uneven("experts", shape.num_experts, "parallel.ep", layout.ep)
+    yield (
+        shape.num_experts and shape.fields.get("add_bias_linear") and layout.etp > 1,
+        f"parallel.etp: found {layout.etp} (by default parallel.tp), expected 1: experts with biases are not cut",
+    )
     for name, width in _cut_widths(shape):
         key, num = ("parallel.etp", layout.etp) if name.startswith("the experts") else ("parallel.tp", layout.tp)
         yield _uneven(name, width, key, num)
