@@ -30,7 +30,7 @@ from megarl.errors import ReplayError
 
 if TYPE_CHECKING:
     from megarl.replay.hooks import Hook
-    from megarl.replay.sessions import Recorder, Replayer
+    from megarl.replay.sessions import Session
 
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """None from torch 2.14 on, where ``apply`` is written in C; the search then looks for the frame of ``forward``."""
@@ -43,7 +43,7 @@ _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: No
 class PassBlock:
     """An open ``record()`` or ``replay()``, for the passes of the thread that opened the block."""
 
-    session: Recorder | Replayer | None
+    session: Session | None
     """None once the block has closed."""
     passes: list[Pass] = field(default_factory=list)
     """Passes that have not ended in an exception."""
@@ -78,7 +78,7 @@ class Pass:
 class RouterCall:
     """The pass of a block that a router's call belongs to."""
 
-    session: Recorder | Replayer
+    session: Session
     micro: int
     first: bool
     """True in the forward pass, False in a recomputation."""
@@ -127,7 +127,7 @@ class PassLog:
         """Whether a pass may matter: a block is open, or graphs of a closed block are left."""
         return bool(self._blocks or self._regions or self._hiding)
 
-    def open(self, session: Recorder | Replayer) -> PassBlock:
+    def open(self, session: Session) -> PassBlock:
         """Start a block of this thread. ReplayError if the thread has an open block."""
         if get_ident() in self._blocks:
             raise ReplayError("already recording or replaying; blocks do not nest")

@@ -23,7 +23,7 @@ from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.pass_log import PassLog
 from megarl.replay.records import MicroRoutes, Recording
-from megarl.replay.sessions import Recorder, Replayer
+from megarl.replay.sessions import Session
 
 MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
@@ -124,7 +124,7 @@ class RoutingReplay:
         choice. keep: False keeps these counts only.
         """
         compared_routes = None if compared is None else self._check(compared, recorded=True)
-        with self._open(Recorder(self._hooks, keep, compared_routes)) as recording:
+        with self._open(Session(self._hooks, None, keep, compared_routes)) as recording:
             yield recording
 
     @contextmanager
@@ -157,7 +157,7 @@ class RoutingReplay:
         if compared is not None:
             compared_routes = entries if compared is routes else self._check(compared, recorded=True)
         limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
-        with self._open(Replayer(entries, self._hooks, observe, compared_routes, limit, checks)) as recording:
+        with self._open(Session(self._hooks, entries, observe, compared_routes, limit, checks)) as recording:
             yield recording
 
     def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:
@@ -167,7 +167,7 @@ class RoutingReplay:
         return [check_routes(f"micro-batch {i}", entry, self._hooks, recorded) for i, entry in enumerate(entries)]
 
     @contextmanager
-    def _open(self, session: Recorder | Replayer) -> Iterator[Recording]:
+    def _open(self, session: Session) -> Iterator[Recording]:
         for hook in self._hooks:
             if hook.router.router_replay is not hook:
                 raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")
