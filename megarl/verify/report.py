@@ -54,14 +54,9 @@ class RoutingReport:
 
     def metrics(self) -> dict[str, float]:
         """Return counts that may be added over ranks and steps; the share of right rows is right / compared."""
-        return {
-            "watch/compared": float(self.compared.sum()),
-            "watch/right": float(self.right.sum()),
-            "watch/recomputed": float(self.recomputed.sum()),
-            "watch/recomputed_right": float(self.recomputed_right.sum()),
-            "watch/passes_wrong": float(len(self.missing)),
-            "watch/zero_gates": float(self.num_zero_gates),
-        }
+        pairs = ("compared", "right", "recomputed", "recomputed_right")
+        counts = {f"watch/{name}": float(getattr(self, name).sum()) for name in pairs}
+        return counts | {"watch/passes_wrong": float(len(self.missing)), "watch/zero_gates": float(self.num_zero_gates)}
 
     def __str__(self) -> str:
         if not self.compared.size and not self.missing:

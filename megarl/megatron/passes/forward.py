@@ -8,7 +8,7 @@ all micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.passes.logprobs import linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, to_slots, to_tokens
-from megarl.replay.megatron_state import tp_position, unwrap
+from megarl.replay.megatron_state import replaced, tp_position, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
 """(index of the micro-batch, columns, logprobs [T], entropies [T], detached) -> (coefficients [T], entropy_values [T],
@@ -59,16 +59,14 @@ def by_mask(divisor: float = 1.0) -> CoefficientFn:
 def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
     """Inside, the model's output layer returns the input, to avoid whole logits."""
     gpt: GPTModel = unwrap(model)
-    layer = getattr(gpt, "output_layer", None)
-    if layer is None:  # not the last stage
-        yield gpt
-        return
+    layer = getattr(gpt, "output_layer", None)  # on the last stage
+
+    def pass_on(hidden: Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple[Tensor, None]:
+        return hidden, None
+
     # The layer is still called, because Megatron's data-parallel hooks are registered on it.
-    layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
-    try:
+    with nullcontext() if layer is None else replaced(layer, forward=pass_on):
         yield gpt
-    finally:
-        del layer.forward
 
 
 def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> Tensor | None:
