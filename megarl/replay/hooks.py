@@ -56,12 +56,10 @@ class Hook:
 
     def __init__(self, router: Any, column: int, log: PassLog, chunk: int = 0, is_first: bool = True) -> None:
         self.layer: int = router.layer_number - 1
-        self.column = column
-        self.router = router
+        self.column, self.router, self.log = column, router, log
         self.topk: int = router.topk
         self.num_experts: int = router.config.num_moe_experts
         self.dtype: torch.dtype = getattr(torch, narrow_dtype(self.num_experts, signed=True).__name__)
-        self.log = log
         self.chunk, self.is_first = chunk, is_first
         """Index of its model chunk, and whether it is the first router there."""
         self.taps: list[RemovableHandle] = []

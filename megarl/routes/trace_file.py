@@ -241,16 +241,14 @@ def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype
 
 
 def _read_bounds(
-    path: Path, tensors: Mapping[str, np.ndarray], name: str, num_sequences: int, end: int | None = None
+    path: Path, tensors: Mapping[str, np.ndarray], name: str, count: int, end: int | None = None
 ) -> np.ndarray:
     """Return [N+1] offsets that rise from 0 to ``end``; None takes their own last one."""
     bounds = _read_column(path, tensors, name, np.dtype(np.int64))
     end = int(bounds[-1]) if end is None and len(bounds) else end or 0
     rising = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == end and bool((np.diff(bounds) >= 0).all())
-    if len(bounds) != num_sequences + 1 or not rising:
-        raise TraceError(
-            f"{path}: {name} has {len(bounds)} entries, expected {num_sequences + 1} that rise from 0 to {end}"
-        )
+    if len(bounds) != count + 1 or not rising:
+        raise TraceError(f"{path}: {name} has {len(bounds)} entries, expected {count + 1} that rise from 0 to {end}")
     return bounds
 
 

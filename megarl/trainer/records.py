@@ -105,9 +105,7 @@ class TraceDump:
             file = self.folder / f"step_{step:07d}.{engine}.rank{rank:04d}.safetensors"
             write_traces(file, self.info, sequences)
 
-    def _gather_routes(
-        self, mini: MiniBatch, rollouts: Sequence[Rollout], indices: Sequence[int]
-    ) -> dict[int, np.ndarray]:
+    def _gather_routes(self, mini: MiniBatch, rollouts: Sequence[Rollout], indices: list[int]) -> dict[int, np.ndarray]:
         """Return the routes [T, L, K] of sequences, collected from the ranks of their routers."""
         if mini.first is None or mini.first.native_routes is None:
             raise TraceError("log.traces_every: the engine recorded no routes; expected them with every rollout")

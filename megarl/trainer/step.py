@@ -206,9 +206,7 @@ class TrainStep:
         group = parallel_state.get_data_parallel_group()
         return gather_facts(self.objective, columns, partial(distributed.all_sum, group=group))
 
-    def _set_token_advantages(
-        self, minis: Sequence[MiniBatch], judged: Judged | None, is_current: bool
-    ) -> list[MiniBatch]:
+    def _set_token_advantages(self, minis: list[MiniBatch], judged: Judged | None, is_current: bool) -> list[MiniBatch]:
         """Return mini-batches of whole groups with advantages by token; is_current: of the policy whose weights moved.
 
         The first one's metrics get mean(log pi - log pi_ref).

@@ -44,8 +44,7 @@ class WeightSender:
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
-        self.url = url
-        self.tp = tp
+        self.url, self.tp = url, tp
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
         """The process group of the server, or None."""
