@@ -29,7 +29,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = _TABLES["bounds"]
 _KINDS = {
     **{key: type(high) for key, (_, high) in BOUNDS.items()},
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
-    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
+    **dict.fromkeys(("architectures", "indexer_types", "layer_types", "mlp_layer_types", "mlp_only_layers"), list),
+    "index_topk_pattern": str,
     **{key: type(value) for table in _ALL for key, value in table.get("defaults", {}).items()},
 }
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
@@ -65,6 +66,7 @@ class HFConfig:
         defaults = (table.get(section, {}) for table in tables for section in ("defaults", "elsewhere"))
         self.defaults: dict[str, Any] = dict.fromkeys(self.optional | self.derived)
         self.defaults |= {key: section[key] for section in defaults for key in section.keys() - stated}
+        self._fixed = {key for table in tables for key in table.get("elsewhere", ())}
         self.prefix, self._unread = prefix, set(self.values)
 
     @staticmethod
@@ -83,6 +85,8 @@ class HFConfig:
         if key not in self.values and key not in self.defaults:
             raise ConfigError(f"{label} is left out, and has no default; expected a number")
         value, kind = self.values[key] if key in self.values else self.defaults[key], _KINDS.get(key)
+        if key in self._fixed and value != self.defaults[key]:
+            raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {self.defaults[key]!r}, as the class has it")
         if kind is None or (value is None and (key in self.optional or key not in self.values)):
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
@@ -260,7 +264,16 @@ def read_moe(hf: HFConfig) -> MoeShape:
     if len(dense) > num_layers or not all(0 <= layer < num_layers for layer in dense):
         raise ConfigError(f"mlp_only_layers is {reprlib.repr(dense)}, expected some of layers 0 to {num_layers - 1}")
     layers = [i for i in range(first, num_layers) if i not in dense and (i + 1) % step == 0]
-    num_experts, topk = next(filter(None, map(hf.get, _EXPERT_COUNTS))), hf["num_experts_per_tok"]
+    if (kinds := hf.get("mlp_layer_types")) is not None:
+        stated, layers = layers, [i for i, kind in enumerate(kinds) if kind == "sparse"]
+        is_stated = "first_k_dense_replace" in hf.values
+        if {*kinds} - {"dense", "sparse"} or len(kinds) != num_layers or (is_stated and stated != layers):
+            expected = f"'dense' or 'sparse' for each of {num_layers} layers, the same as by first_k_dense_replace"
+            raise ConfigError(f"mlp_layer_types is {reprlib.repr(kinds)}, expected {expected}")
+    counts = {key: count for key in _EXPERT_COUNTS if (count := hf.get(key))}
+    num_experts, topk = min(counts.values()), hf["num_experts_per_tok"]
+    if max(counts.values()) != num_experts:
+        raise ConfigError(f"the numbers of experts are {counts}, expected one number")
     if topk > num_experts:
         raise ConfigError(f"num_experts_per_tok is {topk}, expected at most the {num_experts} experts")
     if num_layers * num_experts > (most := BOUNDS["experts_of_all_layers"][1]):

@@ -42,6 +42,10 @@ class ModelShape:
     """Of latent queries, keys and values, if different from the other norms."""
     norm_over_heads: bool = False
     """Query and key norms run over all heads together."""
+    indexer_layers: tuple[int, ...] = ()
+    """0-based, layers of sparse attention that select keys; the other layers attend to the keys of the last one."""
+    indexer_interleaved: bool = False
+    """The indexer rotates neighbouring values, not halves."""
     rope_factor: float | None = None
     """Of Llama 3.1's scaling of rotary frequencies; None without scaling."""
 
@@ -95,7 +99,9 @@ def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
     # Of text alone, all parts of multimodal positions are equal.
-    multimodal = {"harmless": ["mrope_*"] if family_entry(hf.values["model_type"], "text") else []}
+    kind = hf.values["model_type"]
+    is_text = family_entry(kind, "text") or kind in {entry.get("text") for entry in FAMILIES.values()}
+    multimodal = {"harmless": ["mrope_*"] if is_text else []}
     return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
 
 
@@ -168,7 +174,7 @@ def _layers(hf: HFConfig) -> dict[str, Any]:
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf["intermediate_size"] or hf["moe_intermediate_size"],
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
@@ -183,7 +189,7 @@ def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     kinds = (period * num_layers)[:num_layers] if hf["layer_types"] is None else hf["layer_types"]
     if len(kinds) != num_layers or not {*kinds} <= {*period}:
         raise ConfigError(f"layer_types is {kinds}, expected {' or '.join(period)} for each of num_hidden_layers")
-    if len(period) == 1:
+    if "sliding_attention" not in period:
         return {}
     skipped = [int(kind == "sliding_attention") for kind in kinds]
     return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": skipped}
@@ -262,7 +268,7 @@ def _gated_shared_expert(hf: HFConfig, _: Traits) -> dict[str, Any]:
 def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
-        if hf[key] not in (None, size):
+        if hf.get(key) not in (None, size):
             raise ConfigError(
                 f"{key} is {hf[key]}, expected {size}: num_attention_heads is {heads}, qk_nope_head_dim {plain} and "
                 f"qk_rope_head_dim {rotated}"
@@ -278,9 +284,42 @@ def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     }
 
 
+def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    names = {"n_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
+    return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
+
+
+def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
+    """Return the 0-based layers that select keys: all, unless the class has layers that share a selection."""
+    kinds, pattern, layers = hf.get("indexer_types"), hf.get("index_topk_pattern"), range(hf["num_hidden_layers"])
+    step, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 0
+    pattern = pattern or ["S" if max(layer - offset + 1, 0) % step else "F" for layer in layers]
+    kinds = [{"F": "full", "S": "shared"}.get(kind) for kind in pattern] if kinds is None else kinds
+    if len(kinds) != len(layers) or {*kinds} - {"full", "shared"} or kinds[0] != "full":
+        stated = f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}"
+        raise ConfigError(f"{stated}, expected 'full' or 'shared' for each of {len(layers)} layers, the first 'full'")
+    return tuple(layer for layer in layers if kinds[layer] == "full")
+
+
+def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
+    kinds, types = ("full_attention", "linear_attention"), hf["layer_types"]
+    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    if types is None:
+        types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
+    fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}
+    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads is {values}, expected a multiple of linear_num_key_heads, {keys}")
+    gates = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+    return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
+
+
 READERS: Mapping[str, Reader] = {
     "grouped_attention": _grouped_attention,
     "latent_attention": _latent_attention,
+    "sparse_attention": _sparse_attention,
+    "delta_net": _delta_net,
     "softmax_experts": _softmax_experts,
     "sigmoid_experts": _sigmoid_experts,
     "gated_shared_expert": _gated_shared_expert,
@@ -341,6 +380,8 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         rotary_percent=rotated,
         latent_norm_epsilon=traits.get("latent_norm_epsilon"),
         norm_over_heads=traits.get("norm_over_heads", False),
+        indexer_layers=_indexer_layers(hf) if "dsa_indexer_topk" in fields else (),
+        indexer_interleaved=bool(hf.get("indexer_rope_interleave")),
         rope_factor=None if is_latent or is_yarn else llama3_factor(rope),
     )
     for config in (hf, rope):

@@ -70,7 +70,10 @@ def test_a_family_computes_what_transformers_computes_gradients_included(
     [
         *(one_of(case(2, GRADIENTS, EXPERT_LAYOUTS[name], model=name)) for name in NEW),
         *(slow(case(2, GRADIENTS, "pp2", model=name)) for name in NEW),
-        *(slow(case(2, GRADIENTS, "cp2", model=name)) for name in ("olmoe", "deepseek_v3", "gpt_oss")),
+        *(
+            slow(case(2, GRADIENTS, "cp2", model=name))
+            for name in ("olmoe", "deepseek_v3", "gpt_oss", "glm_moe_dsa", "qwen3_next")
+        ),
         slow(case(4, GRADIENTS, "tp2 ep2 etp1 pp2", model="deepseek_v3")),
     ],
     ids=str,

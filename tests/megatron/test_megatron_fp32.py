@@ -33,7 +33,7 @@ from megarl.models.names import hf_shapes, is_fp32
 from megarl.models.shapes import read_shape
 from megarl.ops.plan.engine_memory import weight_bytes
 
-WITH_BIASES = ("glm4_moe", "deepseek_v3", "kimi_k2", "moonlight")
+WITH_BIASES = [name for name, (_, values) in FAMILIES.items() if "routed_scaling_factor" in values]
 GLOBAL_AUX_LOSS: dict[str, Any] = {
     "megatron__moe_router_load_balancing_type": "global_aux_loss",
     "megatron__moe_aux_loss_coeff": 1e-3,
@@ -91,7 +91,7 @@ def test_the_list_is_what_megatron_makes_in_fp32_and_no_wrapper_casts_it(
     ends = {name.rpartition(".")[2] for name in listed(floating)}
     counts = {"local_tokens_per_expert", "expert_bias"} if model in WITH_BIASES else set()
     counts |= {"global_tokens_per_expert", "ga_steps"} if policy.shape.moe_layers else set()
-    assert ends == counts | ({"cos_cached", "sin_cached"} if model in ("kimi_k2", "gpt_oss") else set())
+    assert ends == counts | ({"cos_cached", "sin_cached"} if policy.shape.fields.get("rope_type") == "yarn" else set())
 
 
 @pytest.mark.sglang

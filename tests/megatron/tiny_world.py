@@ -340,11 +340,15 @@ def oracle_loss_gradients(
 
 @contextlib.contextmanager
 def gradients_in_place_of_weights(policy: Policy) -> Iterator[None]:
-    """Inside, ``policy.export()`` yields the summed gradients. Needs ``distributed_optimizer = false``."""
+    """Inside, ``policy.export()`` yields the summed gradients. Needs ``distributed_optimizer = false``.
+
+    Those of frozen parameters are zero, as in ``oracle_loss_gradients``.
+    """
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
-        parameter.data = parameter.main_grad  # type: ignore[attr-defined]
+        is_trained = parameter.requires_grad
+        parameter.data = parameter.main_grad if is_trained else torch.zeros_like(parameter)  # type: ignore[attr-defined]
     try:
         yield
     finally:

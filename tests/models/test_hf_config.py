@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megarl.engines.weights import auto_class
 from megarl.errors import ConfigError
 from megarl.files import hf_config
-from megarl.files.hf_config import FAMILIES, HFConfig, family_entry, is_beside_text, is_turned
+from megarl.files.hf_config import FAMILIES, HFConfig, family_entry, flatten, is_beside_text, is_turned
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import ModelShape, read_shape
 
@@ -75,26 +75,34 @@ def _build(config: Any) -> Facts:
         model = auto_class(config).from_config(config, dtype=torch.float32)
     outer, config = config, config.get_text_config()
     inner = getattr(model.model, "language_model", model.model)
-    rotary, layer = type(inner.rotary_emb)(config), inner.layers[-1]
-    window = getattr(config, "sliding_window", None)
+    rotary, window = type(inner.rotary_emb)(config), getattr(config, "sliding_window", None)
+    attention = next((layer.self_attn for layer in reversed(inner.layers) if hasattr(layer, "self_attn")), None)
     moe = [index for index, one in enumerate(inner.layers) if hasattr(one.mlp, "experts")]
     facts: Facts = {
         "parameters": checkpoint_parameters(model, outer),
         "frequencies": rotary.inv_freq.double(),
         "rotary_scale": float(rotary.attention_scaling),
-        "attention_scale": float(layer.self_attn.scaling),
-        "norm_epsilon": layer.input_layernorm.variance_epsilon,
+        "attention_scale": float(attention.scaling) if attention else None,
+        "norm_epsilon": _epsilon(inner.layers[-1].input_layernorm),
         "moe_layers": tuple(moe),
         "tied": outer.tie_word_embeddings,
         "positions": config.max_position_embeddings,
         "activation": config.hidden_act,
-        "windows": tuple(getattr(one.self_attn, "sliding_window", window) or None for one in inner.layers),
+        "windows": tuple(
+            getattr(getattr(one, "self_attn", None), "sliding_window", window) or None for one in inner.layers
+        ),
         "clip": getattr(config, "clip_qkv", None),
-        "interleaved": getattr(config, "rope_interleave", None),
+        "interleaved": getattr(config, "rope_interleave", True if hasattr(config, "kv_lora_rank") else None),
     }
+    indexers = {
+        i: one.self_attn.indexer
+        for i, one in enumerate(inner.layers)
+        if getattr(getattr(one, "self_attn", None), "indexer", None)
+    }
+    facts["indexers"] = {i: (one.n_heads, one.head_dim, one.index_topk) for i, one in indexers.items()}
     for name in ("q_norm", "q_a_layernorm", "kv_a_layernorm"):
-        if module := getattr(layer.self_attn, name, None):
-            facts[f"epsilon of {name}"] = module.variance_epsilon
+        if module := getattr(attention, name, None):
+            facts[f"epsilon of {name}"] = _epsilon(module)
     if moe:
         block = inner.layers[moe[-1]].mlp
         names = ("top_k", "norm_topk_prob", "topk_group", "routed_scaling_factor")
@@ -105,13 +113,18 @@ def _build(config: Any) -> Facts:
     return facts
 
 
+def _epsilon(norm: Any) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
 def checkpoint_parameters(model: Any, config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes as published checkpoints have them, without a tied output layer."""
     kind, hidden, found = config.model_type, config.get_text_config().hidden_size, {}
     live = model.state_dict(keep_vars=True)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     tensors = {name: tensor.detach() for name, tensor in live.items() if name not in tied}
-    for name, tensor in revert_weight_conversion(model, tensors).items():
+    reverted = tensors if family_entry(kind, "as_built") else revert_weight_conversion(model, tensors)
+    for name, tensor in reverted.items():
         shape = tuple(tensor.shape)
         if not is_beside_text(kind, name):
             found[name] = (shape[0], shape[2], shape[1]) if is_turned(kind, name, shape, hidden) else shape
@@ -134,7 +147,8 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
     plain = RotaryEmbedding(width, shape.rotary_percent, False, None, shape.rotary_base, *scaling, True)  # type: ignore[arg-type]
     frequencies, rotary_scale = plain.inv_freq.double(), 1.0
     depth = fields["qk_head_dim"] + width if is_latent else width
-    attention_scale = depth**-0.5
+    has_softmax = len(shape.linear_layers) < shape.num_layers
+    attention_scale = depth**-0.5 if has_softmax else None
     if fields.get("rope_type") == "yarn" or "yarn_beta_fast" in fields:
         own = {name.removeprefix("yarn_"): value for name, value in fields.items()}
         factor, all_dim = own["rotary_scaling_factor"], own["mscale_all_dim"]
@@ -161,10 +175,13 @@ def facts_of_megatron(shape: ModelShape) -> Facts:
         "clip": None,
         "interleaved": True if is_latent else None,
     }
+    names = ("n_heads", "head_dim", "topk")
+    indexer = tuple(fields.get(f"dsa_indexer_{name}") for name in names)
+    facts["indexers"] = dict.fromkeys(shape.indexer_layers, indexer)
     if is_latent:
         names = ("q_a_layernorm", "kv_a_layernorm") if fields["q_lora_rank"] else ("kv_a_layernorm",)
         facts |= {f"epsilon of {name}": shape.latent_norm_epsilon for name in names}
-    elif fields["qk_layernorm"]:
+    elif fields["qk_layernorm"] and has_softmax:
         facts["epsilon of q_norm"] = fields["layernorm_epsilon"]
     if shape.moe_layers:
         is_sigmoid = "moe_router_score_function" in fields
@@ -205,9 +222,9 @@ ROPE_PLACES = ("rope_parameters", "rope_scaling")
 def full_config(name: str) -> Config:
     """A config with every key of the class, each at a value of its own, as transformers 5 saves it."""
     kind, tiny = TINY[name]
-    config = class_of(kind)(
-        **{**tiny.get("text_config", tiny), "rms_norm_eps": 3e-5, "num_hidden_layers": 3, "vocab_size": 30}
-    )
+    text = tiny.get("text_config", tiny)
+    text = {key: value[:3] if isinstance(value, list) else value for key, value in text.items()}
+    config = class_of(kind)(**{**text, "rms_norm_eps": 3e-5, "num_hidden_layers": 3, "vocab_size": 30})
     config.rope_parameters |= {"rope_theta": 54321.0}
     return {**json.loads(config.to_json_string(use_diff=False)), "model_type": "kimi_k2" if name == "kimi_k2" else kind}
 
@@ -386,7 +403,14 @@ def test_a_key_that_is_left_out_has_the_value_of_the_class(
     if base["model_type"] == "llama":  # Llama 3.1's bounds are Megatron's alone
         refused -= {"rope.original_max_position_embeddings"}
     # The tiny models have fewer layers, heads and experts in a group than the class takes.
-    few = {"first_k_dense_replace", "num_key_value_heads", "n_group", "topk_group"}
+    few = {
+        "first_k_dense_replace",
+        "linear_num_key_heads",
+        "num_key_value_heads",
+        "n_group",
+        "topk_group",
+        "num_experts",
+    }
     assert refused - required <= few, refused
 
 
@@ -399,6 +423,7 @@ def test_the_tables_are_those_of_transformers_classes(kind: str) -> None:
     with quiet():
         made = config_class()
     theirs = {key: field.default for key, field in fields.items()} | made.rope_parameters
+    theirs |= {"index_skip_topk_offset": 2}  # not a field
     stated = {**hf_config.COMMON["defaults"], **FAMILIES[kind]["defaults"]}
     assert {key: theirs.get(key, 1.0) for key in stated} == stated
     of_class = set(fields) & set(ours.defaults) - stated.keys()
@@ -470,13 +495,15 @@ def test_public_configs_are_read_as_transformers_reads_them_or_refused_with_the_
         with pytest.raises(ConfigError, match=reason):
             read(config, tmp_path)
         return
+    config = dict(flatten(config))
     shape = read(config, tmp_path)
     small: Config = {"num_hidden_layers": min(config["num_hidden_layers"], 5)}  # building all layers takes seconds
-    if "layer_types" in config:
-        small["layer_types"] = config["layer_types"][:5]
+    by_layer = ("layer_types", "mlp_layer_types", "indexer_types")
+    small |= {key: config[key][:5] for key in by_layer if key in config}
     few = read({**config, **small}, tmp_path)
     with quiet():
         theirs = facts_of_transformers(as_class_types({**config, **small, "quantization_config": None}))
     assert differences(theirs, facts_of_megatron(few)) == []
     assert shape.num_layers == config["num_hidden_layers"]
-    assert dataclasses.replace(shape, fields={}) == dataclasses.replace(few, fields={})
+    by_layer: dict[str, Any] = {"fields": {}, "indexer_layers": ()}
+    assert dataclasses.replace(shape, **by_layer) == dataclasses.replace(few, **by_layer)

@@ -67,9 +67,10 @@ class LocalEngine(Engine):
         if fp8_kv_cache and getattr(config.get_text_config(), "kv_lora_rank", None):
             raise RolloutError("fp8_kv_cache: engines hold the latents of latent attention, this one keys and values")
         with no_init_weights():
-            # Attention is torch's SDPA where the class has that.
+            # Attention is torch's SDPA where the class has that. Sparse attention adds SDPA's masks, bool, to scores.
+            attention = "eager" if getattr(config, "index_topk", None) else None
             self._model = auto_class(config).from_config(
-                config, dtype=dtype, experts_implementation=experts_implementation
+                config, dtype=dtype, attn_implementation=attention, experts_implementation=experts_implementation
             )
         self._model.tie_weights()  # no_init_weights skips ties, too
         for name, tensor in self._model.state_dict(keep_vars=True).items():
