@@ -109,7 +109,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**_LATENT, **_INDEXER, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "indexer_rope_interleave": False}
-        | {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": _DENSE_FIRST},
+        | {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": _DENSE_FIRST}
+        | {"num_experts_per_tok": 2},
     ),
     "glm4_moe": (
         "glm4_moe",

@@ -222,9 +222,8 @@ class Bucket:
         if self.ready is None:
             return self
         with self.beside():
-            return self._over(
-                torch.empty_like(self.flat, device="cpu", pin_memory=True).copy_(self.flat, non_blocking=True)
-            )
+            host = torch.empty_like(self.flat, device="cpu", pin_memory=True)
+            return self._over(host.copy_(self.flat, non_blocking=True))
 
     def spare(self) -> Self:
         """Return a copy in new host memory."""

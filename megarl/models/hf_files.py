@@ -78,10 +78,10 @@ class HFCheckpoint:
         return self._names.keys()
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Return the tensors of layers behind the model's layers that have an ``eh_proj``."""
+        """Return the tensors of layers behind the model's layers that have an ``eh_proj``, and Qwen's ``mtp``."""
         last, layers = self._config.get("num_hidden_layers") or 0, self.text_name("model.layers.")
         matches = (_LAYER.search(name) for name in self.names() if name.endswith(".eh_proj.weight"))
-        prefixes = tuple(f"{layers}{match[1]}." for match in matches if match and int(match[1]) >= last)
+        prefixes = ("mtp.", *(f"{layers}{match[1]}." for match in matches if match and int(match[1]) >= last))
         return {name for name in self.names() if name.startswith(prefixes)}
 
     def text_name(self, name: str) -> str:
@@ -306,7 +306,7 @@ def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> Non
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-_PREDICTION_LAYERS = ("num_nextn_predict_layers",)
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of config.json for the number of prediction layers."""
 _BESIDE = "model-beside-text.safetensors"
 
@@ -348,10 +348,10 @@ def copy_model_files(
     for table in (config, config.get("text_config") or {}):
         for key in QUANTIZATION:
             table.pop(key, None)
-    # Otherwise engines would look for missing tensors.
-    for key in () if predicts else _PREDICTION_LAYERS:
-        if config.get(key):
-            config[key] = 0
+        # Otherwise engines would look for missing tensors.
+        for key in () if predicts else _PREDICTION_LAYERS:
+            if table.get(key):
+                table[key] = 0
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

@@ -75,7 +75,8 @@ class PackedDeltaNet(GatedDeltaNet):
         finally:
             _MEGATRON["HAVE_FLA"] = has_kernel
         self.out_norm.is_centred = False
-        self.kernel = _MEGATRON["chunk_gated_delta_rule"] if has_kernel and torch.cuda.is_available() else None
+        on_gpu = torch.cuda.is_available() and config.bf16  # the kernel takes no fp32
+        self.kernel = _MEGATRON["chunk_gated_delta_rule"] if has_kernel and on_gpu else None
         self.cp_group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def _setup_variant_attrs(self) -> None:

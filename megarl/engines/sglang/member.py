@@ -135,9 +135,8 @@ class Member:
         """Note that the server has an update."""
         self.holds = update
         if self.away_since is not None:
-            self.fleet.tell(
-                f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
-            )
+            away_s = time.monotonic() - self.away_since
+            self.fleet.tell(f"{self.url} is back with weights {update.version} after {away_s:.1f} s")
             self.away_since, self.last_failure = None, ""
 
     def leave_update(self, error: WeightSyncError) -> None:

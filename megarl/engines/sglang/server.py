@@ -29,12 +29,7 @@ from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
-from megarl.engines.sglang.versions import (
-    check_server,
-    installed_release,
-    parse_arguments,
-    require_own,
-)
+from megarl.engines.sglang.versions import check_server, installed_release, parse_arguments, require_own
 from megarl.errors import MegarlError, RolloutError
 from megarl.models.fit import servers_record
 
@@ -84,9 +79,7 @@ class Server:
                 raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
             self.kill()  # processes left by a dead server
             if not Path(self.spec.python).exists():
-                raise RolloutError(
-                    f"found no Python for SGLang at {self.spec.python}: set sglang.python (docs/sglang.md)"
-                )
+                raise RolloutError(f"found no Python at {self.spec.python}: set sglang.python (docs/sglang.md)")
             require_own(Path(self.spec.python))
             self._config_file = write_config(self.spec)
             server_command = command(replace(self.spec, port=self._port), self._config_file)

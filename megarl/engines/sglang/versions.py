@@ -29,8 +29,8 @@ class Fault:
     """Arguments that make a server's answers wrong; megarl refuses the server."""
 
     name: str
-    applies: Callable[[Arguments], bool]
-    """Whether arguments cause the fault."""
+    when: Sequence[Sequence[tuple[str, str, Any]]]
+    """Cases that cause the fault: (argument, name of a test below, what the argument's value is compared with)."""
     meaning: str
     """The wrong result, and the arguments that cause it."""
     remedy: str
@@ -39,55 +39,30 @@ class Fault:
     last: str | None = None
     """The last release with the fault; None: all releases."""
 
+    def applies(self, arguments: Arguments) -> bool:
+        """Whether arguments cause the fault: all tests of a case hold."""
+        return any(all(_TESTS[test](arguments.get(name), value) for name, test, value in case) for case in self.when)
 
-def _number(arguments: Arguments, name: str, default: int) -> int:
+
+def _number(value: Any, default: int) -> int:
     try:
-        return int(arguments.get(name, default))
+        return int(value)
     except (OverflowError, TypeError, ValueError):  # None, or a value that the server refuses
         return default
-
-
-def _tree_of_drafts(arguments: Arguments) -> bool:
-    algorithm = arguments.get("speculative_algorithm")
-    return algorithm is not None and (algorithm == "NGRAM" or _number(arguments, "speculative_eagle_topk", 1) > 1)
-
-
-_OTHER_CACHES = (
-    "enable_hierarchical_cache",
-    "enable_lmcache",
-    "enable_flexkv",
-    "enable_unified_cache_external_linker",
-    "radix_cache_backend",
-)
-
-_IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
-"""MoE runners that choose experts inside a kernel. Servers report the runner that "auto" stands for."""
-_GATHERED = (None, "none", "deepep", "deepep_v2")
 
 
 def _has_key(info: Arguments) -> bool:
     return bool(info.get("api_key") or info.get("admin_api_key"))
 
 
-_CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
-    "old_routers": lambda info: info.get("model_type") == "glm4_moe" and info.get("dtype") != "float32",
-    "wrong_rows_on_cpu": lambda info: info.get("device") == "cpu" and not info.get("disable_overlap_schedule"),
-    "pickles": lambda info: not _has_key(info),
-    "routes_in_a_kernel": lambda info: info.get("moe_runner_backend") in _IN_KERNEL,
-    "scattered_tokens": lambda info: info.get("moe_a2a_backend") not in _GATHERED,
-    "no_routes": lambda info: info.get("enable_return_routed_experts") is False,
-    "unchunked_prefill": lambda info: _number(info, "chunked_prefill_size", 1) <= 0,
-    "disaggregation": lambda info: info.get("disaggregation_mode", "null") not in (None, "null"),
-    "replicas": lambda info: _number(info, "dp_size", 1) > 1,
-    "quantized_at_start": lambda info: info.get("quantization") is not None,
-    "pipeline": lambda info: _number(info, "pp_size", 1) > 1,
-    "half_batches": lambda info: bool(info.get("enable_two_batch_overlap")),
-    "tree_of_drafts": _tree_of_drafts,
-    "cache_beyond_the_gpu": lambda info: any(info.get(name) for name in _OTHER_CACHES),
-    "watermark": lambda info: bool(info.get("enable_watermark")),
-    "preferred_sampling": lambda info: bool(info.get("preferred_sampling_params")),
+_TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "set": lambda value, expected: bool(value) is expected,
+    "among": lambda value, choices: value in choices,
+    "not_among": lambda value, choices: value is not None and value not in choices,
+    "above": lambda value, limit: _number(value, limit) > limit,
+    "below": lambda value, limit: _number(value, limit) < limit,
 }
-"""Of each fault."""
+"""Of the value of an argument, None for an absent one."""
 
 
 def parse_version(text: str) -> Version:
@@ -98,8 +73,8 @@ def parse_version(text: str) -> Version:
     return int(match[1]), int(match[2]), int(match[3])
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))["faults"]
-FAULTS = [Fault(name, cause, **_TABLE[name]) for name, cause in _CAUSES.items()]
+TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
+FAULTS = [Fault(name, **fields) for name, fields in TABLE["faults"].items()]
 
 
 def check_server(
@@ -128,7 +103,7 @@ def check_server(
             f"SGLang {text} does not record the ids that it draws from with top_p below 1: take "
             f'{dotted(SAMPLING_MASKS)} or later, set rollout.top_p = 1, or rollout.engine = "local"'
         )
-    if _number(info, "tp_size", tp) != tp:
+    if _number(info.get("tp_size"), tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
     warnings = []
     if not _has_key(info):
@@ -182,15 +157,11 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 def require_own(python: Path) -> None:
     """ConfigError for an interpreter below the current folder, perhaps put there by a different user."""
+    if python.is_absolute() or not python.exists():
+        return
     # The folder may be a link; the environment's own files lie beside the link.
-    if (
-        not python.is_absolute()
-        and python.exists()
-        and (problem := find_stranger(python) or find_stranger(python.parent))
-    ):
-        raise ConfigError(
-            f"{python} is not trusted: {problem}; if you want to run it, set sglang.python to the whole path"
-        )
+    if problem := find_stranger(python) or find_stranger(python.parent):
+        raise ConfigError(f"{python} is not trusted: {problem}; to run it, set sglang.python to the whole path")
 
 
 def installed_release(python: Path) -> str:
