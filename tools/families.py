@@ -4,16 +4,17 @@
     python tools/families.py --only gpt_oss --parts model # one family; the rows of the others stay
     python tools/families.py --only                       # the page alone, from the rows
 
-A family has a row, a JSON file in ``--rows``, written after every part of it. Parts: ``model`` (config, plan, conversion,
-log-probabilities, gradients, replay, on the installed Megatron-Core), ``releases`` (log-probabilities and gradients on
-another release), ``server`` (a real SGLang server on the CPU, for which ``make sglang-cpu``). Every part is a
-process of its own. The exit code is 1 where a cell is beyond its bound, or where anything but a server fails.
+A family has a row, a JSON file in ``--rows``, written after every part of it. Parts, each a process of its own:
+``model`` (config, plan, conversion, log-probabilities, gradients, replay, on the installed Megatron-Core), ``releases``
+(log-probabilities and gradients on another release), ``server`` (a real SGLang server on the CPU, for which ``make
+sglang-cpu``). The exit code is 1 where a cell is beyond its bound, or where anything but a server fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -29,12 +30,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/megatron", "tests/engines", "tools")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "engines"))
 from environments import megatron_release
 from tiny_families import FAMILIES, YARN, write_family
 
 Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("model", "releases", "server")
 PINNED, OTHER = "0.16.1", "0.19.2"
 SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -61,7 +65,13 @@ class Served:
 
 _SIGMOID = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _FULL = {"full_attention_interval": 2}
-_LATENT = Served({"kv_lora_rank": 256, "qk_rope_head_dim": 32, "rope_parameters": YARN}, _SIGMOID, ("--attention-backend", "triton"), 2, 3)
+_LATENT = Served(
+    {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "rope_parameters": YARN},
+    _SIGMOID,
+    ("--attention-backend", "triton"),
+    2,
+    3,
+)
 _DELTA_NET = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 SERVED = {
     "qwen3_moe": Served({"mlp_only_layers": []}),
@@ -76,8 +86,13 @@ SERVED = {
     "qwen3_next": Served({"mlp_only_layers": []}, _FULL, _DELTA_NET),
     "qwen3_5_moe": Served({}, _FULL, _DELTA_NET),
     "qwen3_5_moe_text": Served({}, _FULL, _DELTA_NET),
-    "minimax_m2": Served(keys={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}),
-    "hy_v3": Served(keys={"route_norm": True, "first_k_dense_replace": 1}),
+    "minimax_m2": Served(
+        {}, {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "rotary_dim": 8}
+    ),
+    "hy_v3": Served(
+        {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        {"route_norm": True, "qk_norm": True, "first_k_dense_replace": 1},
+    ),
 }
 """Families that are served in another form than the tiny one. The attention of SGLang's ``torch_native`` knows neither
 latents nor sinks; its Triton kernels run in Triton's interpreter, slowly: few tokens."""
@@ -158,7 +173,9 @@ def _computes(model: Path) -> Row:
     measured, batches = cases_training.gradients({}, model.name), rollouts()
     logits = logits_of_transformers(model, [rollout.tokens for rollout in batches])
     logprob = max(
-        float((measured["logprobs"][tuple(rollout.tokens.tolist())] - teacher_forced(one, rollout.tokens)[0]).abs().max())
+        float(
+            (measured["logprobs"][tuple(rollout.tokens.tolist())] - teacher_forced(one, rollout.tokens)[0]).abs().max()
+        )
         for rollout, one in zip(batches, logits, strict=True)
     )
     _, expected = oracle_loss_gradients(model, batch_of(batches))
@@ -173,7 +190,7 @@ def _computes(model: Path) -> Row:
 
 
 def _replay(model: Path) -> Row | None:
-    """R3: routes of a transformers engine with other weights. R2: Megatron's own, replayed after a change of weights."""
+    """R3: routes of a transformers engine with other weights. R2: Megatron's own, after a change of its weights."""
     import torch
     from local_engines import local_engine
     from rollout_oracle import make_requests
@@ -233,10 +250,18 @@ def measure_server(name: str) -> Row:
     return row | {"server": _cell(lambda folder: _serve(folder, served, row), model)}
 
 
+@functools.cache
+def _python() -> Path:
+    """SGLang's, whose servers are forks of one process."""
+    import sglang_fixtures
+
+    os.environ |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests" / "sglang_on_cpu")}
+    sglang_fixtures.SGLANG_MODULES = ("sglang_kernels", *sglang_fixtures.SGLANG_MODULES, "sglang_patches")
+    return sglang_fixtures.forking(SGLANG_PYTHON, Path(tempfile.mkdtemp()))
+
+
 def _serve(model: Path, served: Served, row: Row) -> Row:
     """The folder that megarl exported, by a real server, before and after an update of the weights."""
-    import httpx
-    import sglang_fixtures
     import torch
     from local_engines import local_engine
     from rollout_oracle import make_requests
@@ -256,20 +281,17 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
     from megarl.megatron.hf_weights import save_hf
 
     hf = json.loads((model / "config.json").read_text())
-    hf.get("text_config", hf).update(served.keys)
-    (model / "config.json").write_text(json.dumps(hf))
     _save_tokenizer(str(model), 64)
     _describe_images(model, hf)
     policy = policy_of(config(model))
-    save_hf(policy.chunks, policy.shape, model, folder := Path("exported"))
+    save_hf(policy.chunks, policy.shape, model, folder := Path("exported").absolute())
+    hf.get("text_config", hf).update(served.keys)
+    (folder / "config.json").write_text(json.dumps(hf))
     row["sglang"] = installed_release(SGLANG_PYTHON)
-    os.environ |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")}
-    if (kernels := "sglang_kernels") not in sglang_fixtures.SGLANG_MODULES:
-        sglang_fixtures.SGLANG_MODULES = (kernels, *sglang_fixtures.SGLANG_MODULES)
-    python, log = sglang_fixtures.forking(SGLANG_PYTHON, Path.cwd()), Path("server.log")
+    python, log = _python(), Path("server.log")
     has_experts = bool(MoeShape.of(hf).moe_layers)
     spec = ServerSpec(
-        folder.absolute(), python, "float32", log, max_total_tokens=8192, routes=has_experts, api_key="key",
+        folder, python, "float32", log, max_total_tokens=8192, routes=has_experts, api_key="key",
         extra_args=served.arguments,
     )  # fmt: skip
     settings = SGLangConfig(checksums=False, deadline_s=1200.0, attempts=1)
@@ -282,15 +304,16 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
         with Server(spec) as server:
             server.wait_ready(SERVER_START_S)
             fleet = Fleet(urls=[server.url], source=folder, settings=settings, api_key="key")
-            engine = SGLangEngine(fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=WeightForm(torch.float32))
+            form = WeightForm(torch.float32)
+            engine = SGLangEngine(fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=form)
             weights = safetensors_of(folder)
             cells = {}
             for step, tensors in (("loaded", weights), ("updated", dict(_changed(weights)))):
                 if step == "updated":
                     engine.update_weights(tensors.items(), 1)
                 else:  # the weights that the server has read itself have no version yet
-                    httpx.post(f"{server.url}/update_weight_version", json={"new_version": "0"}, headers=_KEY)
-                    engine._version, engine._complete = 0, True
+                    fleet.members[0].sender.finish(0)
+                    engine.weight_version, engine._complete = 0, True
                 local = local_engine(folder)
                 local.update_weights(tensors.items(), 1)
                 cells[step] = _differences(local, engine.generate(requests, params))
@@ -300,9 +323,6 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
     bounds, least = SERVER_BOUNDS
     is_right = all(mean <= bounds and (sets is None or sets >= least) for mean, sets in cells.values())
     return cells | {"is_right": is_right}
-
-
-_KEY = {"Authorization": "Bearer key"}
 
 
 def _describe_images(folder: Path, hf: Row) -> None:
@@ -316,7 +336,7 @@ def _describe_images(folder: Path, hf: Row) -> None:
 
 
 def _differences(local: Any, rollouts: Sequence[Any]) -> tuple[float, float | None]:
-    """Mean |difference| of a response token's log-probability, and the share of (token, layer) pairs with equal sets."""
+    """Mean |difference| of a response token's log-probability, and share of (token, layer) pairs with equal sets."""
     import numpy as np
     import torch
 
@@ -479,33 +499,52 @@ def _server(row: Row) -> str:
     return _show(row.get("server", {}), "server", show)
 
 
-EXPLAINED = f"""\
-One process, fp32, Megatron-Core's local layers with megarl's stand-ins for the parts that need a GPU. Every tiny model is
-made by transformers with random weights, norms and biases (`tests/tiny_families.py`); the tests run the same families in
-more layouts.
+EXPLAINED = """\
+One process, fp32, Megatron-Core's local layers, with megarl's stand-ins for parts that need a GPU. transformers makes
+every tiny model, with random weights, norms and biases (`tests/tiny_families.py`). The tests run the same families in
+more layouts. `-`: a dense model has no routes. `no: ...`: the error, as it was raised.
 
 | column | what ran | bound |
 |---|---|---|
-| config | names and shapes that megarl derives from `config.json`, against those that transformers saves; number of tensors | equal |
-| plan | parameters that `megarl plan` counts, against transformers' (of the text model) | equal |
-| convert | Hugging Face -> `torch_dist` -> Hugging Face, all tensors with those of a vision tower | every bit |
-| logits | largest difference of a log-probability, Megatron against transformers, eight sequences packed | {LOGPROB_BOUND:g} |
-| gradient | largest error of a gradient's entry, over the gradient's largest entry plus {GRADIENT_FLOOR:g}; every parameter | {GRADIENT_BOUND:g} |
-| R3 | rows (token, layer) with the experts that transformers' engine recorded with other weights, of those replayed, by `megarl.verify.RoutingWatch`; in brackets the share without replay | all |
-| R2 | the same for Megatron's own routes of an earlier pass, after its weights have changed | all |
-| Megatron-Core | the installed release, and the largest difference of a log-probability on {OTHER} | {LOGPROB_BOUND:g} |
-| server | SGLang on the CPU, fp32: mean difference of a response token's log-probability from transformers', and share of equal expert sets: with the folder as megarl exported it from Megatron (*loaded*), and after an update of all weights (*updated*) | {SERVER_BOUNDS[0]:g}, {SERVER_BOUNDS[1]:.1%} |
-
-`-`: a dense model has no routes. `no: ...`: the error, as it was raised.
 """
+COLUMNS = (
+    ("config", "tensors that megarl derives from `config.json`, names and shapes, against transformers' file", "equal"),
+    ("plan", "parameters that `megarl plan` counts, against transformers' (of the text model)", "equal"),
+    ("convert", "Hugging Face -> `torch_dist` -> Hugging Face, with a vision tower", "every bit"),
+    ("logits", "largest difference of a log-probability from transformers', packed sequences", f"{LOGPROB_BOUND:g}"),
+    (
+        "gradient",
+        f"largest error of an entry, over the gradient's largest entry plus {GRADIENT_FLOOR:g}; every parameter",
+        f"{GRADIENT_BOUND:g}",
+    ),
+    (
+        "R3",
+        "(token, layer) rows with the experts that transformers' engine recorded with other weights, of those "
+        "replayed, by `megarl.verify.RoutingWatch`; in brackets the share without replay",
+        "all",
+    ),
+    ("R2", "the same for Megatron's own routes of an earlier pass, after a change of its weights", "all"),
+    (
+        "Megatron-Core",
+        f"the installed release; largest difference of a log-probability on {OTHER}, where gradients are compared too",
+        f"{LOGPROB_BOUND:g}",
+    ),
+    (
+        "server",
+        "SGLang on the CPU, fp32: mean difference of a response token's log-probability from transformers', and "
+        "share of equal expert sets; *loaded*: from the folder that megarl exported from Megatron, *updated*: after "
+        "an update of all weights",
+        f"{SERVER_BOUNDS[0]:g}, {SERVER_BOUNDS[1]:.1%}",
+    ),
+)
 
 SERVERS = """\
 ## Servers
 
-Servers run without SGLang's compiled kernels: with torch, and with Triton's interpreter for kernels that exist in Triton
-alone. So a cell shows that SGLang reads the exported folder, computes the same model and takes an update, and nothing
-about kernels on GPUs. Sizes and keys of `config.json` below differ from the tiny model's because SGLang's class asks for
-them; published files have these keys.
+Servers run without SGLang's compiled kernels: Triton kernels in Triton's interpreter, kernels of delta nets and of
+MiniMax-M2's norms by plain torch (`tests/sglang_on_cpu`). So a cell shows that SGLang reads the exported folder,
+computes the same model and takes an update; it shows nothing about kernels of GPUs. SGLang's class asks for the sizes
+and keys of `config.json` below, which differ from the tiny model's; published files have these keys.
 
 | family | sizes | keys | arguments |
 |---|---|---|---|
@@ -525,11 +564,11 @@ def page(rows: dict[str, Row], large: Row) -> str:
         "Written by `tools/families.py` from the measured rows in `docs/families/`; on a CPU,",
         f"{versions}.",
         "",
-        EXPLAINED,
+        EXPLAINED + "".join(f"| {' | '.join(column)} |\n" for column in COLUMNS),
         *table(rows),
         "",
-        f"A Qwen3-MoE of {large['gib']:.2f} GiB in bf16, each way in a process of its own, verification included: to Megatron in",
-        "{} s and {} MiB of anonymous memory, back in files of 0.5 GiB in {} s and {} MiB.".format(*large["to"], *large["back"]),
+        f"Conversion of a Qwen3-MoE of {large['gib']:.2f} GiB in bf16, verification included, each way in a process:",
+        "to Megatron in {} s, {} MiB of anonymous memory; back in {} s, {} MiB.".format(*large["to"], *large["back"]),
         "",
         SERVERS.rstrip(),
     ]
@@ -555,9 +594,8 @@ NOTES = """\
 
 
 def _words(values: Row) -> str:
-    return ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items() if not isinstance(value, dict)) + (
-        "YaRN" if "rope_parameters" in values else ""
-    )
+    plain = [f"`{key} = {json.dumps(value)}`" for key, value in values.items() if not isinstance(value, dict)]
+    return ", ".join([*plain, *(["YaRN"] if "rope_parameters" in values else [])])
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -72,9 +72,9 @@ def delta_rule(
 
 
 def delta_rule_of_tokens(
-    *, A_log: Tensor, dt_bias: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor, **named: Any
+    *, dt_bias: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor, **named: Any
 ) -> Tensor:
-    g, beta = gates(A_log, a, b, dt_bias)
+    g, beta = gates(named["A_log"], a, b, dt_bias)
     named = {name: named[name] for name in ("q", "k", "v", "cu_seqlens", "initial_state_indices")}
     return delta_rule(g=g, beta=beta, initial_state=initial_state_source, **named)[0]
 
@@ -93,9 +93,7 @@ def centred_norm(x: Tensor, weight: Tensor, eps: float, width: int) -> Tensor:
     return heads * (heads.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight.float())
 
 
-def norm_heads(
-    q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, eps: float, width: int
-) -> tuple[Tensor, Tensor]:
+def norm_heads(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, eps: float, width: int) -> tuple[Tensor, Tensor]:
     return centred_norm(q, of_q, eps, width), centred_norm(k, of_k, eps, width)
 
 
@@ -144,10 +142,3 @@ mamba: Any = ModuleType("sgl_kernel.mamba")
 mamba.causal_conv1d_fn_cpu, mamba.causal_conv1d_update_cpu = convolve, convolve_token
 mamba.chunk_gated_delta_rule_cpu = delta_rule
 sys.modules[mamba.__name__] = mamba
-
-# What these modules import looks the operators up.
-from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated  # noqa: E402
-from sglang.srt.models import minimax_m2  # noqa: E402
-
-fused_norm_gate._use_cpu = layernorm_gated._use_cpu = True
-minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = sum_squares, scale_by_norms
