@@ -24,7 +24,7 @@ from megarl.ops.doctor.report import Finding, find
 from megarl.ops.patching.patch import PatchError, find_installed
 
 _TRAIN = (
-    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "pebble", "plotly", "psutil"),
+    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "jinja2", "pebble", "plotly", "psutil"),
     *("rich", "safetensors", "tensorboard", "tomli-w", "transformers"),
 )
 """What the extra ``train`` installs, beside Megatron-Core."""
