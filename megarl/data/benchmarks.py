@@ -6,6 +6,7 @@ transformers is imported when prompts are loaded, so that a wrong name is report
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,15 +48,9 @@ class Benchmark:
     """A response is correct if the reward is above the threshold."""
 
 
-BENCHMARKS = {
-    benchmark.name: benchmark
-    for benchmark in (
-        Benchmark("aime24", "HuggingFaceH4/aime_2024", "train"),
-        Benchmark("aime25", "MathArena/aime_2025", "train"),
-        Benchmark("hmmt25", "MathArena/hmmt_feb_2025", "train"),
-    )
-}
-"""By short name; 30 problems each. HMMT is the February contest."""
+_BENCHMARKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+BENCHMARKS = {name: Benchmark(name, **table) for name, table in _BENCHMARKS.items()}
+"""By short name."""
 
 
 def choose(words: Sequence[str], config: Config, template: str | None = None) -> tuple[Benchmark, ...]:
