@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.core.choices.stopping import POSITIVE
+from megarl.data.refusals import refusal
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,16 +77,11 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
         heldout = _from_config(HELDOUT, config.data.heldout, config)
         benchmarks.insert(0, replace(heldout, split=config.data.resolved_heldout_split))
     if not benchmarks:
-        raise ConfigError(
-            f"found nothing to evaluate on: pass --data with files, hub names or {', '.join(BENCHMARKS)}, or set "
-            "data.heldout"
-        )
+        raise ConfigError(refusal("nothing_to_evaluate", names=", ".join(BENCHMARKS)))
     names = [benchmark.name for benchmark in benchmarks]
     for index, benchmark in enumerate(benchmarks):
         if benchmark.name in names[:index]:
-            raise ConfigError(
-                f"--data: found two benchmarks named {benchmark.name}; give one as NAME={benchmark.source}"
-            )
+            raise ConfigError(refusal("benchmark_twice", name=benchmark.name, source=benchmark.source))
     return tuple(
         benchmarks if template is None else (replace(benchmark, template=template) for benchmark in benchmarks)
     )
@@ -107,15 +103,11 @@ def _read_word(word: str, config: Config) -> Benchmark:
             return BENCHMARKS[word]
         name, source = "", word
     elif not source or not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"--data: found {word!r}, expected NAME=SOURCE, the name of letters, digits, dots, dashes and underscores"
-        )
+        raise ConfigError(refusal("benchmark_name", word=word))
     is_file, path = source.endswith(FILES), Path(source)
     if not (is_file or "/" in source or path.exists()):  # a misspelt short name
-        raise ConfigError(
-            f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a {', '.join(FILES)} file, a folder, or a "
-            "hub name owner/name"
-        )
+        facts = {"names": ", ".join(BENCHMARKS), "files": ", ".join(FILES)}
+        raise ConfigError(refusal("benchmark_source", source=source, **facts))
     if name in BENCHMARKS:
         return replace(
             BENCHMARKS[name], source=source, split=None if is_file or path.is_dir() else BENCHMARKS[name].split
