@@ -13,6 +13,5 @@ from megarl.models.hf_files import HFCheckpoint
 def local_engine(path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
     engine = LocalEngine(read_model_config(path), **options)
     with HFCheckpoint(path) as checkpoint:
-        names = checkpoint.names() - checkpoint.names_of_prediction_layers()
-        engine.update_weights(((name, checkpoint.read(name)) for name in names), weight_version)
+        engine.update_weights(((name, checkpoint.read(name)) for name in checkpoint.names_of_text()), weight_version)
     return engine

@@ -95,8 +95,7 @@ def differences(config: Config, rollouts: list[Rollout]) -> Iterator[tuple[np.nd
         fp8_activations=fp8,
     )
     with HFCheckpoint(config.model.path) as checkpoint:
-        names = checkpoint.names() - checkpoint.names_of_prediction_layers()
-        local.update_weights(((name, checkpoint.read(name)) for name in names), 0)
+        local.update_weights(((name, checkpoint.read(name)) for name in checkpoint.names_of_text()), 0)
     model, recorder = local._model, local._recorder
     for rollout in rollouts:
         assert rollout.routed_experts is not None

@@ -7,7 +7,8 @@ import math
 import os
 from argparse import Namespace
 from dataclasses import asdict
-from itertools import chain, compress
+from functools import partial
+from itertools import accumulate, chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megarl.convert.megatron_files import (
     units_of,
 )
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
+from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
@@ -44,7 +45,7 @@ def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
     with HFCheckpoint(source) as hf:
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
         require_unchanged(source)
-        chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
+        chunks = [[chunk for piece in unit for chunk in _chunks(piece, keys, shape, hf, options)] for unit in units]
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         num_bytes = sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in chain(*chunks))
         job = ConversionJob(out, source, source, options)
@@ -98,18 +99,24 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     return job.publish(to="hf", bytes=sum(lengths), **about)
 
 
-def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
-    place = keys.place(piece, shape)
+def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
-        names = ", ".join(piece.hf)
-        raise CheckpointError(f"{hf.path}: {names} are one parameter, but have dtypes {dtypes}; ask for --dtype")
+        raise CheckpointError(
+            f"{hf.path}: {some(piece.hf)} are one parameter, but have dtypes {dtypes}; ask for --dtype"
+        )
     (dtype,) = dtypes
 
-    def make() -> torch.Tensor:
-        return LAYOUTS[piece.rule.layout].cut([_cast(name, hf.read(name), dtype) for name in piece.hf], 0, 1, shape)
+    def make(first: int, rows: int) -> torch.Tensor:
+        tensors = [_cast(name, hf.read(name), dtype) for name in piece.hf]
+        return LAYOUTS[piece.rule.layout].cut(tensors, 0, 1, shape)[first : first + rows]
 
-    return Chunk(place, parameter_shape(piece, shape), dtype, make)
+    parts = keys.parts(piece, shape)
+    ends = accumulate((rows for _, (rows, *_) in parts), initial=0)
+    return [
+        Chunk(place, inner, dtype, partial(make, first, inner[0]))
+        for first, (place, inner) in zip(ends, parts, strict=False)
+    ]
 
 
 def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:

@@ -18,12 +18,19 @@ from typing import Any, Literal, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
 from megarl.errors import ConfigError, WeightSyncError, describe
-from megarl.files.hf_config import FAMILIES
+from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
 from megarl.models.hf_files import split_by_size
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
@@ -80,14 +87,18 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     transformers fuses the experts of a layer into ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I]. The views
     are the per-expert matrices inside them: ``view.copy_(tensor)`` changes what the model computes with. The names come
     from the conversion that ``save_pretrained`` applies; tied tensors appear once, under their name in the checkpoint.
+    Of a larger model, only the tensors of the text model are listed.
 
     Raises WeightSyncError if a tensor cannot be written in place, or if the views do not cover every parameter once.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     live = dict(model.named_parameters())  # a tied parameter is listed once
     live |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    kind = getattr(model.config, "checkpoint_type", model.config.model_type)
+    hidden = model.config.get_text_config().hidden_size
+    views = {name: tensor.detach() for name, tensor in live.items()}
     with _WithoutCopies():
-        views = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in live.items()})
+        views = views if family_entry(kind, "as_built") else revert_weight_conversion(model, views)
 
     storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     for name, view in views.items():
@@ -100,17 +111,27 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             f"the checkpoint names of {type(model).__name__} cover {covered} numbers, its parameters hold {expected}: "
             "transformers' conversion of this architecture is not understood"
         )
-    return views
+    turned = {name: view.transpose(1, 2) for name, view in views.items() if is_turned(kind, name, view.shape, hidden)}
+    names = {name: hf_name(kind, name) if model.config.model_type != kind else name for name in views}
+    return {names[name]: turned.get(name, view) for name, view in views.items() if not is_beside_text(kind, name)}
 
 
 def read_model_config(folder: str | Path) -> PretrainedConfig:
-    """transformers' config of a model folder; for a type unknown to transformers, such as kimi_k2, the family's
-    config."""
+    """transformers' config of a model folder; for a type unknown to transformers, such as kimi_k2, that of the family
+    that it is like, with the type as ``checkpoint_type``."""
     hf = read_json(Path(folder) / "config.json")
-    family = FAMILIES.get(str(hf.get("model_type")), {}).get("like")
-    if family is None:
+    kind = family = str(hf.get("model_type"))
+    while family not in CONFIG_MAPPING and "like" in FAMILIES.get(family, {}):
+        family = FAMILIES[family]["like"]
+    if family == kind:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoConfig.for_model(family, **{key: hf[key] for key in hf.keys() - {"model_type", "auto_map"}})
+    kept = {key: value for key, value in flatten(hf).items() if key not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(family, **kept, checkpoint_type=kind)
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class that builds the model of a config: of text, or of images and text."""
+    return AutoModelForImageTextToText if family_entry(config.model_type, "text") else AutoModelForCausalLM
 
 
 @cache
@@ -123,7 +144,7 @@ def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     try:
         config = read_model_config(directory)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config).from_config(config)
     except Exception as error:  # transformers raises many kinds
         raise ConfigError(f"{directory}: transformers cannot build the model ({describe(error)})") from error
     return {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from megarl.errors import CheckpointError
 from megarl.files import outputs
+from megarl.files.hf_config import hf_name
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
 from megarl.models import hf_files
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
@@ -30,7 +31,10 @@ GATHER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A local parameter with rule, and with layer and expert in the whole model."""
+    """A local parameter with rule, and with layer and expert in the whole model.
+
+    Experts that share Hugging Face tensors [E, ...] are views [1, ...], each with its expert's number.
+    """
 
     tensor: torch.Tensor
     rule: Rule
@@ -46,7 +50,8 @@ class Placed:
 
 
 def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
-    tied = Rule(("output_layer.weight",), ("model.embed_tokens.weight",), ("vocab hidden",), "vocab", "model")
+    embedding = hf_name(shape.family, "model.embed_tokens.weight")
+    tied = Rule(("output_layer.weight",), (embedding,), ("vocab hidden",), "vocab", "model")
     # With tied embeddings, the last stage has a copy of the embedding as output layer.
     rules = [*rules_of(shape), *([tied] if shape.tied_embeddings else [])]
     return [
@@ -72,6 +77,7 @@ def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> li
             numbers = match.groupdict()
             layer = chunk.decoder.layers[int(numbers["layer"])].layer_number - 1 if "layer" in numbers else 0
             expert = first_expert + int(numbers.get("expert", 0))
+            tensor = tensor[None] if rule.scope == "experts" else tensor
             entries.append(Placed(tensor, rule, layer, expert, rule.hf_names(layer, expert)))
     return entries
 
@@ -90,11 +96,12 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
 
 
 def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelShape) -> None:
-    if entry.rule.scope == "expert":
+    if entry.rule.scope in ("expert", "experts"):
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
-    tensors = [checkpoint.read(name) for name in entry.hf_names]
+    experts = slice(entry.expert, entry.expert + 1) if entry.rule.scope == "experts" else None
+    tensors = [checkpoint.read(name, experts) for name in entry.hf_names]
     source = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
     try:
         shard = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
@@ -145,9 +152,23 @@ def export_hf(
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        groups = experts if rule.scope == "expert" else dense
-        for names, shards in _gather(piece, rule, entries, groups, receive):
-            yield from zip(names, LAYOUTS[piece.layout].join(shards, shape), strict=True)
+        groups = experts if rule.scope in ("expert", "experts") else dense
+        gathered = _gather(piece, rule, entries, groups, receive)
+        tensors = ((names, LAYOUTS[piece.layout].join(shards, shape)) for names, shards in gathered)
+        if rule.scope == "experts":
+            tensors = _join_experts(tensors)
+        for names, joined in tensors:
+            yield from zip(names, joined, strict=True)
+
+
+def _join_experts(
+    tensors: Iterable[tuple[list[str], Sequence[torch.Tensor]]],
+) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+    """Yield the tensors [E, ...] of all experts of a layer; nothing on ranks that receive nothing."""
+    of_experts = list(tensors)
+    if of_experts:
+        names = of_experts[0][0]
+        yield names, [torch.cat(parts) for parts in zip(*(joined for _, joined in of_experts), strict=True)]
 
 
 def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:

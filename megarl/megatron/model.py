@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -16,11 +18,15 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import is_te_min_version
+from torch.nn.functional import silu
 
 from megarl.errors import ConfigError
 from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
+from megarl.stand_ins.sparse_attention import SparseAttention, SparseLatentAttention
 from megarl.stand_ins.te import uses_te
 
 
@@ -37,7 +43,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": "silu",
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -50,10 +56,12 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         **_pipeline_messages(overrides),
         "use_cpu_initialization": not torch.cuda.is_available(),
         "bias_activation_fusion": has_te,
-        "bias_dropout_fusion": has_te,
+        "bias_dropout_fusion": has_te and not shape.fields.get("add_bias_linear"),  # refused for TE's experts
         "apply_rope_fusion": has_te,
     }
     values = {**defaults, **shape.fields, **overrides}
+    values["activation_func"] = {"silu": silu, "quick_gelu": quick_gelu}[values["activation_func"]]
+    yarn = {name: values.pop(name) for name in shape.fields if name.startswith("yarn_")}
     has_deep_ep = torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None
     if values["moe_token_dispatcher_type"] == "flex" and not has_deep_ep:
         raise ConfigError(
@@ -61,7 +69,11 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         )
     if values.get("multi_latent_attention"):
         return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
-    return TransformerConfig(**values)
+    if yarn:
+        values["apply_rope_fusion"] = False  # the kernel for packed sequences drops the attention factor
+    config = TransformerConfig(**values)
+    vars(config).update(yarn)  # no fields of the class, but read by GPTModel
+    return config
 
 
 def _pipeline_messages(overrides: Mapping[str, Any]) -> dict[str, bool]:
@@ -85,16 +97,37 @@ class _LatentAttention(MLASelfAttention):
         return {**resolved, "linear_q_proj": submodules.linear_q_proj}
 
 
+def _te_attends(config: TransformerConfig) -> bool:
+    """Whether Transformer Engine attends as the model does: sinks of packed sequences came with 2.12.
+
+    Its attention across ranks as Megatron asks for it, in a ring, has neither sinks nor windows.
+    """
+    has_sinks = config.softmax_type != "vanilla"
+    if config.context_parallel_size > 1:
+        return not has_sinks and config.window_size is None
+    return not has_sinks or is_te_min_version("2.12.0")
+
+
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input."""
+    """Return the layers of a pipeline stage: Transformer Engine's if usable, or local layers for packed input.
+
+    ConfigError for a stage that begins with a layer without an indexer, in a model of sparse attention.
+    """
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te(shape), normalization=config.normalization, vp_stage=vp_stage
     )
-    layers: list[Any] = copy.deepcopy(spec.layer_specs or [])
+    layers: list[Any] = [copy.deepcopy(layer) for layer in spec.layer_specs or []]
     for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
         layer.submodules.self_attention.module = _LatentAttention
+    first = get_transformer_layer_offset(config, vp_stage)
     if uses_te(shape):
+        for layer in [] if _te_attends(config) else layers:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        _place_delta_nets(layers, shape, first)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
+    if layers and shape.indexer_layers and first not in shape.indexer_layers:
+        expected = f"expected one of {[*shape.indexer_layers]}; change parallel.pp, vpp or the first stage's layers"
+        raise ConfigError(f"layer {first}, the first of a stage, takes keys that an earlier one selects, {expected}")
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
@@ -107,13 +140,33 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             norm = ModuleSpec(RMSNorm, params={"own_eps": shape.latent_norm_epsilon})
             attention.kv_layernorm = norm
             attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm  # 0.19 refuses an unused one
+            if shape.indexer_layers:
+                attention.core_attention = ModuleSpec(SparseAttention, params={"shape": shape})
+                layer.submodules.self_attention.module = SparseLatentAttention
         elif config.qk_layernorm and shape.norm_over_heads:
             attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+    _place_delta_nets(layers, shape, first)
     norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although 0.16 and before annotate a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class)
+
+
+def _place_delta_nets(layers: list[Any], shape: ModelShape, first: int) -> None:
+    """Replace the attention of linear layers, and keep its projections: local ones, or Transformer Engine's.
+
+    first: the number of the stage's first layer.
+    """
+    for layer in (layers[index - first] for index in shape.linear_layers if first <= index < first + len(layers)):
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules  # not in every release
+
+        from megarl.stand_ins.delta_net import PackedDeltaNet
+
+        linear = layer.submodules.self_attention.submodules
+        submodules = GatedDeltaNetSubmodules(linear.linear_qkv, RMSNorm, linear.linear_proj)
+        layer.submodules.self_attention = ModuleSpec(PackedDeltaNet, submodules=submodules)
+        layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
@@ -136,13 +189,22 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, vp_stage=stage),
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if hasattr(config, "yarn_rotary_scaling_factor") else "rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             rope_scaling=shape.rope_factor is not None,
             rope_scaling_factor=shape.rope_factor or 1.0,
             vp_stage=stage,
         )
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("softmax_offset"):  # neither Megatron nor Transformer Engine says that ranks share it out
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        for module in chunk.modules() if config.add_bias_linear else ():
+            if isinstance(module, RowParallelLinear) and module.is_expert:
+                # Experts of local layers add their bias in place, to what autograd takes for a view of the product.
+                module.register_forward_hook(lambda _, __, result: (result[0].clone(), result[1]))
+                # Marked as a copy, its gradient would be summed with that of another expert.
+                vars(module.bias)["sequence_parallel"] = False
         if config.moe_router_enable_expert_bias:
             _fix_expert_bias(chunk)
         if config.multi_latent_attention and uses_te(shape):

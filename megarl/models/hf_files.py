@@ -16,7 +16,16 @@ from safetensors.torch import save_file
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.errors import CheckpointError, ConfigError, DataError, some
 from megarl.files.foreign_json import require_regular
-from megarl.files.hf_config import QUANTIZATION, read_dtype, read_fp8_block
+from megarl.files.hf_config import (
+    QUANTIZATION,
+    family_entry,
+    flatten,
+    hf_name,
+    is_beside_text,
+    is_turned,
+    read_dtype,
+    read_fp8_block,
+)
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 
@@ -29,7 +38,7 @@ _DTYPES = {
 }
 
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:^|\.)model\.(?:language_model\.)?layers\.(\d+)\.(.+)")
 
 
 class HFCheckpoint:
@@ -43,7 +52,9 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
+        config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
+        self._config = flatten(config)
+        self._kind = str(config.get("model_type"))
         self._open: tuple[Path, Any] | None = None
         try:
             self._block = read_fp8_block(self._config)
@@ -65,14 +76,33 @@ class HFCheckpoint:
 
     def names_of_prediction_layers(self) -> set[str]:
         """Return the tensors of layers behind the model's layers that have an ``eh_proj``."""
-        last = self._config.get("num_hidden_layers") or 0
-        matches = (_LAYER.fullmatch(name) for name in self.names() if name.endswith(".eh_proj.weight"))
-        prefixes = tuple(f"model.layers.{match[1]}." for match in matches if match and int(match[1]) >= last)
+        last, layers = self._config.get("num_hidden_layers") or 0, self.text_name("model.layers.")
+        matches = (_LAYER.search(name) for name in self.names() if name.endswith(".eh_proj.weight"))
+        prefixes = tuple(f"{layers}{match[1]}." for match in matches if match and int(match[1]) >= last)
         return {name for name in self.names() if name.startswith(prefixes)}
 
+    def text_name(self, name: str) -> str:
+        """Return the name that a tensor of a text model has in this checkpoint."""
+        return hf_name(self._kind, name)
+
+    def names_of_text(self) -> set[str]:
+        """Return the tensors of the text model, without prediction layers."""
+        return {*self.names()} - self.names_of_prediction_layers() - {*self.names_beside_text()}
+
+    def names_beside_text(self) -> list[str]:
+        """Return the tensors of a larger model that do not belong to its text model, such as a vision tower's."""
+        return sorted(name for name in self.names() if is_beside_text(self._kind, name))
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, from the file's header."""
-        return tuple(self._slice(name).get_shape())
+        """Return the shape of ``read(name)``, from the file's header."""
+        shape = tuple(self._slice(name).get_shape())
+        return (shape[0], shape[2], shape[1]) if self._is_turned(name, shape) else shape
+
+    def _is_turned(self, name: str, shape: tuple[int, ...]) -> bool:
+        try:
+            return is_turned(self._kind, name, shape, self._config.get("hidden_size", 0))
+        except DataError as error:
+            raise CheckpointError(f"{self._files[name]}: {error}") from error
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of ``read(name)``. CheckpointError for an unknown dtype."""
@@ -84,20 +114,28 @@ class HFCheckpoint:
         is_fp8 = self._block is not None and name + SCALE in self._files
         return self._high_precision() if is_fp8 else _DTYPES[stored]
 
-    def stored(self, name: str) -> torch.Tensor:
-        """Return a tensor of ``shape(name)`` as stored, also FP8 weights and scales. CheckpointError if unreadable."""
+    def stored(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a tensor of ``shape(name)`` as stored, also FP8 weights and scales. CheckpointError if unreadable.
+
+        rows: of the first axis, read without the others.
+        """
         if name not in self._files:
             raise CheckpointError(f"{self.path} holds no {name}")
         file = self._files[name]
         try:
-            tensor = self._handle(file).get_tensor(name)
+            tensor = self._handle(file).get_tensor(name) if rows is None else self._slice(name)[rows]
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
         return tensor
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor of ``shape(name)``, dequantised if stored in FP8. CheckpointError if unreadable."""
-        tensor = self.stored(name)
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a tensor of ``shape(name)``, dequantised if stored in FP8. CheckpointError if unreadable.
+
+        rows: of the first axis of a tensor in high precision, read without the others.
+        """
+        tensor = self.stored(name, rows)
+        if self._is_turned(name, tuple(tensor.shape)):
+            tensor = tensor.transpose(1, 2)
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
         self.check_values(name)
@@ -174,6 +212,7 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
     unknown = {name for name in hf.names() - set(expected) if not _is_known_copy(name, hf, expected)}
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
     dropped |= unknown & hf.names_of_prediction_layers()
+    unknown -= {*hf.names_beside_text()}
     faults = {
         "missing": list(set(expected) - hf.names()),
         "unknown": list(unknown - dropped),
@@ -193,7 +232,7 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
 
 def describe_left_out(names: Sequence[str]) -> str:
     """Return a line about the tensors that ``check_tensors`` leaves out; "" for no tensors."""
-    layers = sorted({int(match[1]) for name in names if (match := _LAYER.fullmatch(name))})
+    layers = sorted({int(match[1]) for name in names if (match := _LAYER.search(name))})
     of_layers = f" of prediction layer {', '.join(map(str, layers))}" if layers else ""
     return f"left out: {len(names)} tensors{of_layers} ({some(names)})" if names else ""
 
@@ -202,8 +241,8 @@ def _is_known_copy(name: str, hf: HFCheckpoint, expected: dict[str, tuple[int, .
     """Whether a tensor is redundant: rotary frequencies, or a tied output layer equal to the embedding."""
     if name.endswith(".rotary_emb.inv_freq"):
         return True
-    embedding = "model.embed_tokens.weight"
-    if name != "lm_head.weight" or not {embedding} & hf.names() & set(expected):
+    embedding, head = hf.text_name("model.embed_tokens.weight"), hf.text_name("lm_head.weight")
+    if name != head or not {embedding} & hf.names() & set(expected):
         return False
     return hf.shape(name) == hf.shape(embedding) and torch.equal(hf.read(name), hf.read(embedding))
 
@@ -251,6 +290,27 @@ def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> Non
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
+_PREDICTION_LAYERS = ("num_nextn_predict_layers",)
+"""Keys of config.json for the number of prediction layers."""
+_BESIDE = "model-beside-text.safetensors"
+
+
+def _copy_beside_text(source: Path, target: Path) -> None:
+    with HFCheckpoint(source) as checkpoint:
+        tensors = {name: checkpoint.stored(name) for name in checkpoint.names_beside_text()}
+    if not tensors:
+        raise CheckpointError(
+            f"{source} holds the text model alone, expected the whole model of its config.json: take the folder that "
+            "was downloaded, for megarl convert with --model"
+        )
+    save_tensors(tensors, target / _BESIDE)
+    index = (
+        read_json(target / INDEX) if (target / INDEX).is_file() else {"metadata": {"total_size": 0}, "weight_map": {}}
+    )
+    num_bytes = index["metadata"]["total_size"] + sum(tensor.nbytes for tensor in tensors.values())
+    write_index(target, index["weight_map"] | dict.fromkeys(tensors, _BESIDE), num_bytes)
+
+
 def copy_model_files(
     source: Path,
     target: Path,
@@ -260,16 +320,22 @@ def copy_model_files(
 ) -> None:
     """Copy config, tokenizer and code, with dtype and quantisation of the new weights in the config.
 
-    predicts: the new checkpoint has the prediction layers.
+    Of a text model inside a larger model, the rest of the larger model is copied too, and enters the index of
+    ``target``. predicts: the new checkpoint has the prediction layers. CheckpointError if the rest is absent.
     """
     for file in model_files(source):
         if file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
-    for key in QUANTIZATION:
-        config.pop(key, None)
-    if not predicts and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # otherwise engines would look for missing tensors
+    if family_entry(str(config.get("model_type")), "beside"):
+        _copy_beside_text(source, target)
+    for table in (config, config.get("text_config") or {}):
+        for key in QUANTIZATION:
+            table.pop(key, None)
+    # Otherwise engines would look for missing tensors.
+    for key in () if predicts else _PREDICTION_LAYERS:
+        if config.get(key):
+            config[key] = 0
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

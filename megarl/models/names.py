@@ -1,6 +1,6 @@
 """From Hugging Face tensors to Megatron parameters, with the cut for tensor parallelism.
 
-A family is a tuple of rules, from families.toml. A rule's ``layout`` names a pair of pure functions: ``cut`` makes a
+A family is a tuple of rules, from parameters.toml. A rule's ``layout`` names a pair of pure functions: ``cut`` makes a
 rank's shard from the Hugging Face tensors, ``join`` makes the Hugging Face tensors from the shards of all ranks. The
 functions are exact to the bit.
 """
@@ -9,15 +9,17 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from megarl.files import hf_config
+from megarl.files.hf_config import family_entry, hf_name
 from megarl.models.shapes import ModelShape
 
-Scope = Literal["model", "layer", "moe", "dense", "expert"]
+Scope = Literal["model", "layer", "full", "linear", "moe", "dense", "expert", "experts", "indexer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,9 @@ class Rule:
     layout: str
     """Key of LAYOUTS."""
     scope: Scope
-    """Once, in every layer, in MoE or dense layers only, or once per expert."""
+    """Once; in every layer, in layers with softmax or with linear attention only, with an indexer only, in MoE or dense
+    layers only; once per expert. experts: a parameter per expert, whose Hugging Face tensors hold all experts of a
+    layer, [E, ...]."""
     when: str = ""
     """Applies only if this field of the shape is set; with "no " in front, only if the field is not set."""
 
@@ -42,11 +46,17 @@ class Rule:
         return not self.when or is_set != self.when.startswith("no ")
 
     def places(self, shape: ModelShape) -> Iterator[tuple[int, int]]:
-        """Yield the global (layer, expert) of every parameter of this rule; 0 without a layer or an expert."""
-        moe, layers = set(shape.moe_layers), range(1 if self.scope == "model" else shape.num_layers)
-        is_moe = {"moe": True, "expert": True, "dense": False}.get(self.scope)
-        selected = [layer for layer in layers if is_moe is None or (layer in moe) == is_moe]
-        yield from product(selected, range(shape.num_experts if self.scope == "expert" else 1))
+        """Yield the global (layer, expert) of every parameter of this rule; 0 without a layer or an expert.
+
+        The experts that share Hugging Face tensors are one parameter [E, ...].
+        """
+        layers = set(range(1 if self.scope == "model" else shape.num_layers))
+        moe, linear = layers & {*shape.moe_layers}, layers & {*shape.linear_layers}
+        of_scope = {"dense": layers - moe, "full": layers - linear, "linear": linear, "indexer": shape.indexer_layers}
+        of_scope |= dict.fromkeys(("moe", "expert", "experts"), moe)
+        yield from product(
+            sorted(of_scope.get(self.scope, layers)), range(shape.num_experts if self.scope == "expert" else 1)
+        )
 
     def hf_names(self, layer: int, expert: int) -> list[str]:
         return [name.format(layer=layer, expert=expert) for name in self.hf]
@@ -76,31 +86,117 @@ def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: Mod
 
 def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
     groups = shape.fields["num_query_groups"]
+    tensors = [_query_and_gate(tensors[0], shape, -1, 2), *tensors[1:]]
     grouped = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
     return _chunk(torch.cat(grouped, 1), rank, size, 0).flatten(0, 1)
 
 
 def _join_qkv(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
     fields, width = shape.fields, shape.fields["kv_channels"]
-    heads = fields["num_attention_heads"] // fields["num_query_groups"]
-    grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], (heads + 2) * width))
-    return [tensor.flatten(0, 1) for tensor in grouped.split([heads * width, width, width], 1)]
+    grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], -1))
+    tensors = [tensor.flatten(0, 1) for tensor in grouped.split([grouped.size(1) - 2 * width, width, width], 1)]
+    return [_query_and_gate(tensors[0], shape, 2, -1), *tensors[1:]]
+
+
+_DELTA_NET = {"query": "linear_qk", "key": "linear_qk", "value": "linear_v", "z": "linear_v"}
+_DELTA_NET |= {"beta": "linear_heads", "alpha": "linear_heads"}
+
+
+def row_blocks(layout: str, shape: ModelShape) -> dict[str, int]:
+    """Return Megatron's names and the rows of the blocks that a checkpoint stores apart; {} without such blocks."""
+    if not layout.startswith("delta_net"):
+        return {}
+    sizes, names = dimensions(shape), list(_DELTA_NET)[: 3 if layout == "delta_net_conv" else 6]
+    return {name: sizes[_DELTA_NET[name]] for name in names}
+
+
+def _delta_net(layout: str, *counts: int) -> Layout:
+    """Blocks of rows, each cut among the ranks; ``counts`` are the blocks in each Hugging Face tensor.
+
+    Qwen3-Next's rows are ordered by key head first, and then by block.
+    """
+
+    def heads(shape: ModelShape) -> int:
+        return shape.fields["linear_num_key_heads"] if layout == "delta_net_by_head" else 1
+
+    def rows(shape: ModelShape, parts: int) -> list[int]:
+        return [count // parts for count in row_blocks(layout, shape).values()]
+
+    def cut(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
+        by_head = torch.cat([tensor.unflatten(0, (heads(shape), -1)) for tensor in tensors], 1)
+        blocks = by_head.split(rows(shape, heads(shape)), 1)
+        return torch.cat([_chunk(block.flatten(0, 1), rank, size, 0) for block in blocks])
+
+    def join(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
+        by_rank = (shard.split(rows(shape, len(shards))) for shard in shards)
+        blocks = iter([torch.cat(block).unflatten(0, (heads(shape), -1)) for block in zip(*by_rank, strict=True)])
+        return [torch.cat([*islice(blocks, count)], 1).flatten(0, 1) for count in counts]
+
+    return Layout(cut, join)
+
+
+def _query_and_gate(tensor: torch.Tensor, shape: ModelShape, *order: int) -> torch.Tensor:
+    """Reorder rows between [head, query and gate] (order -1, 2) and [group, query and gate, head] (order 2, -1)."""
+    if not shape.fields.get("attention_output_gate"):
+        return tensor
+    sizes = (shape.fields["num_query_groups"], *order, shape.fields["kv_channels"])
+    return tensor.unflatten(0, sizes).transpose(1, 2).flatten(0, 3)
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
 
 
+def _cut_halves(tensors: Sequence[torch.Tensor], rank: int, size: int, _: ModelShape) -> torch.Tensor:
+    return torch.cat([_chunk(half, rank, size, 1) for half in tensors[0].chunk(2, 1)], 1)
+
+
+def _join_halves(shards: Sequence[torch.Tensor], _: ModelShape) -> list[torch.Tensor]:
+    return [torch.cat(list(chain(*zip(*(shard.chunk(2, 1) for shard in shards), strict=True))), 1)]
+
+
+def _transposed(layout: Layout) -> Layout:
+    """Return the layout of Hugging Face tensors [E, columns, rows]."""
+    return Layout(
+        lambda tensors, *sizes: layout.cut([tensor.transpose(1, 2) for tensor in tensors], *sizes),
+        lambda shards, shape: [tensor.transpose(1, 2) for tensor in layout.join(shards, shape)],
+    )
+
+
+def _interleaved(layout: Layout) -> Layout:
+    """Return the layout of Hugging Face tensors whose gate and up take turns on axis 1."""
+
+    def swap(tensor: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+        return tensor.unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+
+    return Layout(
+        lambda tensors, *sizes: layout.cut([swap(tensor, (-1, 2)) for tensor in tensors], *sizes),
+        lambda shards, shape: [swap(tensor, (2, -1)) for tensor in layout.join(shards, shape)],
+    )
+
+
+_ALL_GATE_UP = Layout(_cut_halves, _join_halves)
+_ALL_ROW = Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 2), lambda s, _: [_joined(s, 2)])
 LAYOUTS: Mapping[str, Layout] = {
     "replicated": Layout(lambda t, *_: t[0], lambda s, _: [s[0]]),
     "column": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 0), lambda s, _: [_joined(s)]),
     "row": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 1), lambda s, _: [_joined(s, 1)]),
     "vocab": Layout(_cut_vocab, lambda s, shape: [_joined(s)[: shape.vocab_size]]),
     "qkv": Layout(_cut_qkv, _join_qkv),
+    "delta_net": _delta_net("delta_net", 3, 1, 1, 1),
+    "delta_net_by_head": _delta_net("delta_net_by_head", 4, 2),
+    "delta_net_conv": _delta_net("delta_net_conv", 3),
     "gate_up": Layout(
         lambda t, rank, size, _: torch.cat([_chunk(half, rank, size, 0) for half in t]),
         lambda s, _: s[0].chunk(2) if len(s) == 1 else [*map(torch.cat, zip(*(t.chunk(2) for t in s), strict=True))],
     ),
+    # Of tensors of all experts: gate and up side by side, [E, 2 ffn, hidden]; down, [E, hidden, ffn].
+    "all_gate_up": _ALL_GATE_UP,
+    "all_row": _ALL_ROW,
+    "all_gate_up_transposed": _transposed(_ALL_GATE_UP),
+    "all_gate_up_interleaved": _interleaved(_ALL_GATE_UP),
+    "all_gate_up_interleaved_transposed": _transposed(_interleaved(_ALL_GATE_UP)),
+    "all_row_transposed": _transposed(_ALL_ROW),
 }
 
 
@@ -114,8 +210,10 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "expert_ffn": fields.get("moe_ffn_hidden_size"),
         "shared_ffn": fields.get("moe_shared_expert_intermediate_size"),
         "experts": shape.num_experts,
+        "heads": heads,
         "one": 1,
     }
+    sizes["expert_gate_up"] = 2 * (sizes["expert_ffn"] or 0)
     if fields.get("multi_latent_attention"):
         plain, rotated, value = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
         sizes |= {
@@ -126,25 +224,44 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
             "kv_up": heads * (plain + value),
             "attention": heads * value,
         }
+        heads, width = (fields.get(f"dsa_indexer_{name}", 0) for name in ("n_heads", "head_dim"))
+        sizes |= {"index_heads": heads, "index_head": width, "index_q": heads * width}
     else:
         width = fields["kv_channels"]
         sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
+        sizes["q_and_gate"] = 2 * sizes["q"]
+    if fields.get("linear_attention_freq"):
+        keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+        qk, v = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
+        sizes |= {
+            "linear_qk": qk,
+            "linear_v": v,
+            "linear_heads": values,
+            "linear_head": fields["linear_value_head_dim"],
+        }
+        sizes |= {"linear_qkv": 2 * qk + v, "linear_qkvz": 2 * (qk + v), "linear_ba": 2 * values}
+        sizes["linear_taps"] = fields["linear_conv_kernel_dim"]
     return {name: size for name, size in sizes.items() if size}
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(Path(__file__).with_name("parameters.toml").read_text(encoding="utf-8"))
 
 
 def _read_families() -> dict[str, tuple[Rule, ...]]:
-    """Return family -> rules, from families.toml, whose names of layers begin behind the layer's number."""
+    """Return model type -> rules, from parameters.toml, whose names of layers begin behind the layer's number."""
 
-    def rule(scope: Scope, layout: str, megatron: list[str], hf: list[str], dims: list[str], when: str = "") -> Rule:
+    def rule(
+        kind: str, scope: Scope, layout: str, megatron: list[str], hf: list[str], dims: list[str], when: str = ""
+    ) -> Rule:
         prefix, hf_prefix = ("", "") if scope == "model" else ("decoder.layers.{layer}.", "model.layers.{layer}.")
-        names = tuple(prefix + name for name in megatron), tuple(hf_prefix + name for name in hf)
-        return Rule(*names, tuple(dims), layout, scope, when)
+        hf_names = tuple(hf_name(kind, hf_prefix + name) for name in hf)
+        return Rule(tuple(prefix + name for name in megatron), hf_names, tuple(dims), layout, scope, when)
 
-    rules = {name: [rule(*fields) for fields in rows] for name, rows in _TABLES["parts"].items()}
-    return {family: tuple(chain(*(rules[name] for name in names))) for family, names in _TABLES["families"].items()}
+    parts = _TABLES["parts"]
+    return {
+        kind: tuple(rule(kind, *row) for name in family_entry(kind, "parameters") for row in parts[name])
+        for kind in hf_config.FAMILIES
+    }
 
 
 FAMILIES: Mapping[str, tuple[Rule, ...]] = _read_families()

@@ -17,6 +17,7 @@ from megarl.files.hf_config import (
     ROPE,
     HFConfig,
     count_prediction_layers,
+    family_entry,
     read_dtype,
     read_fp8_block,
     read_moe,
@@ -28,7 +29,7 @@ class ModelShape:
     """The shape of a model in Megatron's terms."""
 
     family: str
-    """Key of ``names.FAMILIES``."""
+    """Model type, a key of families.toml."""
     fields: Mapping[str, Any]
     """Values for ``TransformerConfig``, or ``MLATransformerConfig`` with ``multi_latent_attention``."""
     vocab_size: int
@@ -41,6 +42,10 @@ class ModelShape:
     """Of latent queries, keys and values, if different from the other norms."""
     norm_over_heads: bool = False
     """Query and key norms run over all heads together."""
+    indexer_layers: tuple[int, ...] = ()
+    """0-based, layers of sparse attention that select keys; the other layers attend to the keys of the last one."""
+    indexer_interleaved: bool = False
+    """The indexer rotates neighbouring values, not halves."""
     rope_factor: float | None = None
     """Of Llama 3.1's scaling of rotary frequencies; None without scaling."""
 
@@ -63,18 +68,24 @@ class ModelShape:
         """0-based global indices of the MoE layers: column ``l`` of a routing trace belongs to layer moe_layers[l]."""
         return tuple(index for index, is_moe in enumerate(self.fields.get("moe_layer_freq", ())) if is_moe)
 
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """0-based global indices of the layers with linear attention."""
+        return tuple(index for index, linear in enumerate(self.fields.get("linear_attention_freq", ())) if linear)
+
     def describe(self) -> dict[str, Any]:
         """Return plain data for a checkpoint, to recognise a checkpoint of another model."""
         return {**self.fields, "vocab_size": self.vocab_size, "tied_embeddings": self.tied_embeddings}
 
 
-def read_rope(hf: HFConfig) -> HFConfig:
+def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
     """Return the rotary settings under the names of transformers 5, also from older configs.
 
-    ConfigError for two contradicting settings: releases of transformers and engines differ in the precedence.
+    default: the table of a class for a config.json without one. ConfigError for two contradicting settings: releases of
+    transformers and engines differ in the precedence.
     """
     place = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
-    values = dict(hf[place] or {})
+    values = dict(default if hf[place] is None else hf[place])
     if place == "rope_scaling" and hf["rope_parameters"] not in (None, {}, values):
         raise ConfigError(
             f"rope_scaling {values} and rope_parameters {hf['rope_parameters']} differ, expected one of them"
@@ -87,7 +98,11 @@ def read_rope(hf: HFConfig) -> HFConfig:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
-    return HFConfig({**left_out, **values}, ROPE, prefix=f"{place}.")
+    # Of text alone, all parts of multimodal positions are equal.
+    kind = hf.values["model_type"]
+    is_text = family_entry(kind, "text") or kind in {entry.get("text") for entry in FAMILIES.values()}
+    multimodal = {"harmless": ["mrope_*"] if is_text else []}
+    return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
 
 
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -99,7 +114,7 @@ def llama3_factor(rope: HFConfig) -> float | None:
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] != "llama3":
-        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; expected 'default' or 'llama3'")
+        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; expected 'default', 'llama3' or 'yarn'")
     bounds = {name: rope[name] for name in _LLAMA3}
     if bounds != _LLAMA3:
         raise ConfigError(f"rope_type 'llama3' with {bounds} is not supported; expected {_LLAMA3}")
@@ -120,58 +135,86 @@ def latent_rope(rope: HFConfig) -> dict[str, Any]:
             f"rope_type {rope['rope_type']!r} with mscale {mscale} and mscale_all_dim {all_dim} is not supported; "
             "expected 'default', or 'yarn' with equal mscales above 0"
         )
-    return base | {
-        "rope_type": "yarn",
+    return base | {"rope_type": "yarn", **_yarn(rope), "mscale": float(all_dim), "mscale_all_dim": float(all_dim)}
+
+
+def grouped_yarn(rope: HFConfig) -> dict[str, Any]:
+    """Return what Megatron's models with grouped attention read of YaRN; nothing for another type."""
+    if rope["rope_type"] != "yarn":
+        return {}
+    mscale, all_dim = rope["mscale"], rope["mscale_all_dim"]
+    has_both = mscale is not None and all_dim is not None
+    scales = {"mscale": mscale if has_both else None, "mscale_all_dim": all_dim if has_both else None}
+    values = {**_yarn(rope), **scales, "correction_range_round_to_int": rope["truncate"]}
+    return {f"yarn_{name}": value for name, value in values.items()}
+
+
+def _yarn(rope: HFConfig) -> dict[str, Any]:
+    return {
         "rotary_scaling_factor": float(rope["factor"]),
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
         "beta_fast": float(rope["beta_fast"] or 32),
         "beta_slow": float(rope["beta_slow"] or 1),
-        "mscale": float(all_dim),
-        "mscale_all_dim": float(all_dim),
     }
 
 
-Reader = Callable[[HFConfig], dict[str, Any]]
+Traits = Mapping[str, Any]
+"""``shape`` of a family in families.toml: its readers, and what they need to know of the family."""
+Reader = Callable[[HFConfig, Traits], dict[str, Any]]
 """Reads a part of the fields from a config."""
 
 
+def _flag(hf: HFConfig, trait: str | bool) -> bool:
+    """Return a trait that is true or false for the whole family, or the value of the key that the trait names."""
+    return hf[trait] if isinstance(trait, str) else trait
+
+
 def _layers(hf: HFConfig) -> dict[str, Any]:
-    if hf["layer_types"] not in (None, ["full_attention"] * hf["num_hidden_layers"]):
-        raise ConfigError(f"layer_types is {hf['layer_types']}, expected 'full_attention' in each of num_hidden_layers")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf["intermediate_size"] or hf["moe_intermediate_size"],
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
 
 
-def _grouped_attention(norm: str | bool = False, bias: str | bool = False) -> Reader:
-    """norm, bias: whether there are query and key norms, and biases of query, key and value; or a key of the config."""
+def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
+    """Return which layers have a window, as Megatron counts keys: ``sliding_window`` less the query's.
 
-    def read(hf: HFConfig) -> dict[str, Any]:
-        heads = hf["num_attention_heads"]
-        groups, width = hf["num_key_value_heads"] or heads, hf.get("head_dim") or hf["hidden_size"] // heads
-        if heads % groups:
-            raise ConfigError(f"num_key_value_heads is {groups}, expected a divisor of num_attention_heads, {heads}")
-        return {
-            "num_query_groups": groups,
-            "kv_channels": width,
-            "qk_layernorm": hf[norm] if isinstance(norm, str) else norm,
-            "add_qkv_bias": hf[bias] if isinstance(bias, str) else bias,
-        }
-
-    return read
+    ``layer_types`` of the family, a trait, repeat in configs without the key.
+    """
+    period, num_layers = traits.get("layer_types", ["full_attention"]), hf["num_hidden_layers"]
+    kinds = (period * num_layers)[:num_layers] if hf["layer_types"] is None else hf["layer_types"]
+    if len(kinds) != num_layers or not {*kinds} <= {*period}:
+        raise ConfigError(f"layer_types is {kinds}, expected {' or '.join(period)} for each of num_hidden_layers")
+    if "sliding_attention" not in period:
+        return {}
+    skipped = [int(kind == "sliding_attention") for kind in kinds]
+    return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": skipped}
 
 
-def _softmax_experts(width: str, normalised: bool = False) -> Reader:
+def _grouped_attention(hf: HFConfig, traits: Traits) -> dict[str, Any]:
+    heads = hf["num_attention_heads"]
+    groups, width = hf["num_key_value_heads"] or heads, hf.get("head_dim") or hf["hidden_size"] // heads
+    if heads % groups:
+        raise ConfigError(f"num_key_value_heads is {groups}, expected a divisor of num_attention_heads, {heads}")
+    return {
+        "num_query_groups": groups,
+        "kv_channels": width,
+        "qk_layernorm": _flag(hf, traits.get("head_norms", False)),
+        "add_qkv_bias": _flag(hf, traits.get("qkv_bias", False)),
+    }
+
+
+def _softmax_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     # A softmax over the chosen logits equals a softmax over all logits, normalised again over the chosen logits.
-    return lambda hf: {**_experts(hf, width), "moe_router_pre_softmax": not (normalised or hf["norm_topk_prob"])}
+    is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
+    return {**_experts(hf, traits), "moe_router_pre_softmax": not is_normalised}
 
 
-def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
+def _experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     moe = read_moe(hf)
     if not moe.moe_layers:
         keys = "first_k_dense_replace, decoder_sparse_step or mlp_only_layers"
@@ -179,14 +222,14 @@ def _experts(hf: HFConfig, width: str) -> dict[str, Any]:
             f"none of num_hidden_layers, {moe.num_layers}, has experts by {keys}, expected some with experts"
         )
     return {
-        "moe_ffn_hidden_size": hf[width],
+        "moe_ffn_hidden_size": hf[traits.get("expert_width", "moe_intermediate_size")],
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.topk,
         "moe_layer_freq": [int(layer in moe.moe_layers) for layer in range(moe.num_layers)],
     }
 
 
-def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
+def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
     topk, groups, topk_groups = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
     if not hf["norm_topk_prob"] or topk < 2:
@@ -199,7 +242,7 @@ def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
             f"num_experts_per_tok is {topk}, topk_group {topk_groups} and n_group {groups}; expected twice as many "
             "experts as groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
-    experts = _experts(hf, "moe_intermediate_size")
+    experts = _experts(hf, traits)
     per_group, odd = divmod(experts["num_moe_experts"], groups)
     if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
         raise ConfigError(
@@ -217,15 +260,15 @@ def _sigmoid_experts(hf: HFConfig) -> dict[str, Any]:
     }
 
 
-def _gated_shared_expert(hf: HFConfig) -> dict[str, Any]:
+def _gated_shared_expert(hf: HFConfig, _: Traits) -> dict[str, Any]:
     width = hf["shared_expert_intermediate_size"]
     return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
 
 
-def _latent_attention(hf: HFConfig) -> dict[str, Any]:
+def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
-        if hf[key] not in (None, size):
+        if hf.get(key) not in (None, size):
             raise ConfigError(
                 f"{key} is {hf[key]}, expected {size}: num_attention_heads is {heads}, qk_nope_head_dim {plain} and "
                 f"qk_rope_head_dim {rotated}"
@@ -241,21 +284,47 @@ def _latent_attention(hf: HFConfig) -> dict[str, Any]:
     }
 
 
-_QWEN3 = _grouped_attention(norm=True)
-_DEEPSEEK_V3 = (_latent_attention, _sigmoid_experts)  # Moonlight too, without compressed queries
-SHAPES: Mapping[str, tuple[Reader, ...]] = {
-    "qwen3_moe": (_QWEN3, _softmax_experts("moe_intermediate_size")),
-    "qwen3": (_QWEN3,),
-    "qwen2": (_grouped_attention(bias=True),),
-    "llama": (_grouped_attention(),),
-    "qwen2_moe": (_grouped_attention(bias="qkv_bias"), _softmax_experts("moe_intermediate_size"), _gated_shared_expert),
-    "mixtral": (_grouped_attention(), _softmax_experts("intermediate_size", normalised=True)),
-    "olmoe": (_QWEN3, _softmax_experts("intermediate_size")),
-    "glm4_moe": (_grouped_attention("use_qk_norm", "attention_bias"), _sigmoid_experts),
-    "deepseek_v3": _DEEPSEEK_V3,
-    "kimi_k2": _DEEPSEEK_V3,
+def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    names = {"n_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
+    return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
+
+
+def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
+    """Return the 0-based layers that select keys: all, unless the class has layers that share a selection."""
+    kinds, pattern, layers = hf.get("indexer_types"), hf.get("index_topk_pattern"), range(hf["num_hidden_layers"])
+    step, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 0
+    pattern = pattern or ["S" if max(layer - offset + 1, 0) % step else "F" for layer in layers]
+    kinds = [{"F": "full", "S": "shared"}.get(kind) for kind in pattern] if kinds is None else kinds
+    if len(kinds) != len(layers) or {*kinds} - {"full", "shared"} or kinds[0] != "full":
+        stated = f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}"
+        raise ConfigError(f"{stated}, expected 'full' or 'shared' for each of {len(layers)} layers, the first 'full'")
+    return tuple(layer for layer in layers if kinds[layer] == "full")
+
+
+def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
+    kinds, types = ("full_attention", "linear_attention"), hf["layer_types"]
+    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    if types is None:
+        types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
+    fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}
+    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads is {values}, expected a multiple of linear_num_key_heads, {keys}")
+    gates = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+    return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
+
+
+READERS: Mapping[str, Reader] = {
+    "grouped_attention": _grouped_attention,
+    "latent_attention": _latent_attention,
+    "sparse_attention": _sparse_attention,
+    "delta_net": _delta_net,
+    "softmax_experts": _softmax_experts,
+    "sigmoid_experts": _sigmoid_experts,
+    "gated_shared_expert": _gated_shared_expert,
 }
-"""Hugging Face ``model_type`` -> readers of what its config adds to the common fields."""
+"""Names in families.toml -> readers of what a config adds to the common fields."""
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
@@ -268,50 +337,52 @@ def read_shape(model_path: str | Path) -> ModelShape:
     except DataError as error:
         raise ConfigError(f"{error}, expected the config of a Hugging Face model") from error
     kind = str(hf.get("model_type", ""))
-    if kind not in SHAPES:
+    if kind not in FAMILIES:
         reason = f" ({LACKING[kind]})" if kind in LACKING else ""
-        supported = ", ".join(sorted(SHAPES))
+        supported = ", ".join(sorted(FAMILIES))
         raise ConfigError(f"model type {kind!r} in {path} is not supported{reason}; supported are {supported}")
     try:
-        read_dtype(hf)
-        read_fp8_block(hf)
-        count_prediction_layers(hf)
-        return _read(HFConfig.of(hf), kind)
+        config = HFConfig.of(hf)
+        read_dtype(config.values)
+        read_fp8_block(config.values)
+        count_prediction_layers(config.values)
+        return _read(config, kind)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def _read(hf: HFConfig, kind: str) -> ModelShape:
-    architecture = FAMILIES[kind]["class"]
+    architecture, traits = family_entry(kind, "class"), family_entry(kind, "shape")
     if architecture not in (names := hf["architectures"] or [architecture]):
-        raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind!r}")
-    family = FAMILIES[kind].get("like", kind)
-    rope, fields = read_rope(hf), _layers(hf)
-    for reader in SHAPES[kind]:
-        fields |= reader(hf)
+        raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind}")
+    rope, fields = read_rope(hf, family_entry(kind, "rope") or {}), {**_layers(hf), **_windows(hf, traits)}
+    for name in traits["readers"]:
+        fields |= READERS[name](hf, traits)
     is_latent = "multi_latent_attention" in fields
-    if is_latent:
-        fields |= latent_rope(rope)
-    if (rotated := rope["partial_rotary_factor"]) != 1 and family != "glm4_moe":
-        raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0, or less for glm4_moe")
+    fields |= {**(latent_rope if is_latent else grouped_yarn)(rope), **traits.get("fields", {})}
+    is_yarn = "yarn_rotary_scaling_factor" in fields  # of whole heads in Megatron
+    if (rotated := rope["partial_rotary_factor"]) != 1 and (is_yarn or not traits.get("partly_rotated")):
+        raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0: {kind} turns whole heads")
     width = fields["qk_pos_emb_head_dim"] if is_latent else int(fields["kv_channels"] * rotated)
     if width < 2 or width % 2:
         keys = "head_dim, partial_rotary_factor, hidden_size / num_attention_heads or qk_rope_head_dim"
         raise ConfigError(f"rotary embeddings turn {width} values of a head, expected pairs; correct {keys}")
-    if family in ("llama", "olmoe") and hf["hidden_size"] % hf["num_attention_heads"]:
+    if traits.get("whole_heads") and hf["hidden_size"] % hf["num_attention_heads"]:
         sizes = f"hidden_size is {hf['hidden_size']} and num_attention_heads {hf['num_attention_heads']}"
         raise ConfigError(f"{sizes}, expected a multiple")
     shape = ModelShape(
-        family,
+        kind,
         fields,
         vocab_size=hf["vocab_size"],
         max_sequence_length=hf["max_position_embeddings"],
         rotary_base=float(rope["rope_theta"]),
         tied_embeddings=hf["tie_word_embeddings"],
         rotary_percent=rotated,
-        latent_norm_epsilon=1e-6 if family == "deepseek_v3" else None,  # in the model's code, not rms_norm_eps
-        norm_over_heads=family == "olmoe",
-        rope_factor=None if is_latent else llama3_factor(rope),
+        latent_norm_epsilon=traits.get("latent_norm_epsilon"),
+        norm_over_heads=traits.get("norm_over_heads", False),
+        indexer_layers=_indexer_layers(hf) if "dsa_indexer_topk" in fields else (),
+        indexer_interleaved=bool(hf.get("indexer_rope_interleave")),
+        rope_factor=None if is_latent or is_yarn else llama3_factor(rope),
     )
     for config in (hf, rope):
         config.check_unread()

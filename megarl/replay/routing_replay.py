@@ -17,7 +17,7 @@ import torch
 from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
-from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers
+from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, fitting_shape
 from megarl.replay.hooks import Hook, count_dispatched, count_natively, tap
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, split_position, unwrap
@@ -39,32 +39,38 @@ class RoutingReplay:
     >>> with replay.record() as recording: ...     # old-log-prob pass (R2)
     >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
 
-    A rank without MoE layers has empty routes. Routers of multi-token-prediction layers route natively, because no
-    trace has rows for them. ReplayError if Megatron is too old to call the hook, if a
-    setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter or
-    has a choice of its own, or if these are not all chunks of one model on this rank.
+    A rank without MoE layers has empty routes. Routers of exempt layers (``MoeShape``) are left alone, and have no
+    routes. Routers of multi-token-prediction layers route natively, because no trace has rows for them. ReplayError if
+    Megatron is too old to call the hook, if a setting would bypass it (``megarl doctor`` lists them), if the router of
+    another MoE layer is no TopKRouter or has a choice of its own, or if these are not all chunks of one model on this
+    rank.
 
     Under replay, load-balancing losses count the experts that tokens are sent to (Megatron would count those that the
     router would have chosen), as expert-bias updates do. The z-loss does not change.
 
     min_agreement: in [0, 1], the least agreement of the replayed experts with the routers' own choice, beyond chance
-    (``agreement.py``). 0 switches the check off.
+    (``agreement.py``). 0 switches the check off. shape: ``MoeShape.of(config.json)``, if Megatron's config does not say
+    which layers have experts (hybrid models) or are exempt; None: ``MoeShape.of_megatron``.
     """
 
     def __init__(
         self,
         model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
         min_agreement: float = MIN_AGREEMENT,
+        shape: MoeShape | None = None,
     ) -> None:
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
         wrapped = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [unwrap(chunk) for chunk in wrapped]
-        routers = [find_routers(chunk) for chunk in chunks]
+        routers = [find_routers(chunk, shape) for chunk in chunks]
         check_chunks(chunks)
         self._config = chunks[0].config
-        self.shape = MoeShape.of_megatron(self._config)
+        self.shape = fitting_shape(self._config, shape)
         """Of the whole model's routes."""
+        layers = [layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers]
+        self.exempt_layers = tuple(layer for layer in layers if layer in self.shape.exempt_layers)
+        """0-based global layers of this rank that are exempt from replay."""
         check_routers([router for of_chunk in routers for router in of_chunk])
         old_hooks = [router.router_replay for of_chunk in routers for router in of_chunk]
         log = next((hook.log for hook in old_hooks if isinstance(hook, Hook)), None)

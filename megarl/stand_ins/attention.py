@@ -7,7 +7,8 @@ tensor parallelism needs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
@@ -39,6 +41,8 @@ class PackedSequences(PackedSeqParams):
     length_buckets: tuple[Tensor, ...] = ()
     from_ranks: Tensor | None = None
     """int64 [S]: index that puts the tokens of all context-parallel ranks, in rank order, into packed order."""
+    selected: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> positions of the keys that the layer's indexer selected for each query, int32 [S / cp, top-k]."""
 
     @staticmethod
     def of(cu_seqlens: Tensor, cp_size: int = 1, device: torch.device | int | str = "cpu") -> PackedSequences:
@@ -70,8 +74,17 @@ def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in buckets)
 
 
+def visible_keys(positions: Tensor, length: int, window: int | None = None) -> Tensor:
+    """Return the keys that queries at ``positions`` [q] see, up to their own, ``window`` earlier: bool [q, length]."""
+    distance = positions[:, None] - torch.arange(length, device=positions.device)
+    return (distance >= 0) & (distance <= (length if window is None else window))
+
+
 class PackedAttention(torch.nn.Module):
     """Causal grouped-query attention inside each packed sequence: softmax(q k^T * scale) v, by torch's SDPA.
+
+    A layer with a window sees ``window_size[0]`` keys before its own. With ``softmax_type`` "learnable", the softmax of
+    a head has one more logit, a sink, which no value belongs to: the parameter ``softmax_offset`` [heads of this rank].
 
     Takes query ``[T, heads, d]`` and key, value ``[T, kv_heads, d]`` of this tensor-parallel rank, returns
     ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. With context parallelism, keys and values are
@@ -89,21 +102,24 @@ class PackedAttention(torch.nn.Module):
         **_: Any,  # process groups; latent attention also passes widths, which the tensors have
     ) -> None:
         super().__init__()
-        del layer_number
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         unsupported = {
             "attention_type": attention_type != "self",
             "attn_mask_type": attn_mask_type != AttnMaskType.causal,
             "attention_dropout": bool(dropout),
-            "window_size": config.window_size is not None,
-            "softmax_type": config.softmax_type != "vanilla",
+            "softmax_type": config.softmax_type == "off-by-one",
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
-        refused = [name for name, hit in unsupported.items() if hit]
-        if refused:
+        if refused := [name for name, hit in unsupported.items() if hit]:
             raise ConfigError(f"attention without Transformer Engine supports no {', '.join(refused)}")
         self.cp_group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
+        window, skipped = config.window_size, config.window_attn_skip_freq
+        has_window = is_layer_window_attention(window, skipped, layer_number)  # type: ignore[arg-type] # None is fine
+        self.window = window[0] if window and has_window else None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        self.softmax_offset = sinks if config.softmax_type == "learnable" else None
 
     def forward(
         self,
@@ -118,63 +134,93 @@ class PackedAttention(torch.nn.Module):
         """Return [T, heads * d], see the class."""
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
-        if self.cp_group is not None:
-            return self._across_ranks(query, key, value, packed_seq_params)
-        if packed_seq_params is None:  # [s, b, h, d] -> [b, s, h, d]
-            out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)))
+        if packed_seq_params is None and self.cp_group is None:  # [s, b, h, d] -> [b, s, h, d]
+            length = query.size(0)
+            visible = self._visible(None, torch.arange(length, device=query.device), length, None)
+            out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)), visible=visible)
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
-        buckets = getattr(packed_seq_params, "length_buckets", ()) or length_buckets(packed_seq_params.cu_seqlens_q)
-        outputs = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
-        order = torch.cat([rows.flatten() for rows in buckets])
-        return torch.cat(outputs)[torch.argsort(order)].flatten(1)
-
-    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams | None) -> Tensor:
-        """Local queries [T / cp, heads, d] against the keys and values of all context-parallel ranks."""
-        if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
-            raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
-        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        key, value = (
-            gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
-            for column in (key, value)
-        )
+        key, value = (self._of_all_ranks(column, packed_seq_params) for column in (key, value))
         outputs, order = [], []
-        for rows in packing.length_buckets:
-            length = rows.size(1)
-            # Positions of this rank's queries in the sequence; computed on the host, where the length is known.
-            position = to_device(zigzag_indices(torch.tensor([0, length]), size, rank), rows.device)
-            local_rows = rows[:, :1] // size + torch.arange(position.numel(), device=rows.device)
-            visible = torch.arange(length, device=rows.device) <= position[:, None]
-            outputs.append(self._attend(query[local_rows], key[rows], value[rows], visible).flatten(0, 1))
-            order.append(local_rows.flatten())
+        for rows, keys, positions in self._sequences(packed_seq_params):
+            visible = self._visible(rows, positions, keys.size(1), packed_seq_params)
+            outputs.append(self._attend(query[rows], key[keys], value[keys], visible).flatten(0, 1))
+            order.append(rows.flatten())
         return torch.cat(outputs)[torch.argsort(torch.cat(order))].flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
-        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [q, k] says otherwise."""
+    def _of_all_ranks(self, column: Tensor, packing: PackedSeqParams | None) -> Tensor:
+        """[T / cp, ...] -> [T, ...] in packed order, with the tokens of all context-parallel ranks."""
+        if self.cp_group is None:
+            return column
+        if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
+            raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
+        return gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
+
+    def _sequences(self, packing: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield for the n sequences of each length: rows of this rank's queries [n, q], rows of the keys [n, length],
+        and the positions of the queries in their sequence [q].
+        """
+        for keys in getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q):
+            rows, positions = keys, torch.arange(keys.size(1), device=keys.device)
+            if self.cp_group is not None:  # computed on the host, where the length is known
+                size, rank = self.cp_group.size(), self.cp_group.rank()
+                rows = keys[:, :1] // size + positions[: keys.size(1) // size]
+                positions = to_device(zigzag_indices(torch.tensor([0, keys.size(1)]), size, rank), keys.device)
+            yield rows, keys, positions
+
+    def _visible(self, rows: Any, positions: Tensor, length: int, packing: Any) -> Tensor | None:
+        """Return which keys of its sequence a query attends to, bool [..., q, length]; None for all up to itself."""
+        del rows, packing
+        is_near = self.window is None or length <= self.window + 1
+        if self.cp_group is None and self.softmax_offset is None and is_near:
+            return None  # for torch's causal kernels
+        return visible_keys(positions, length, self.window)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """[n, q, heads, d] -> [n, q, heads, d]; visible: bool [..., q, length], None for all keys up to the query."""
+        width, sinks = value.size(-1), self.softmax_offset
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if visible is not None and sinks is not None:
+            # The sink is one more key, 0 but for an added dimension, where a query has the logit of its head. Kernels
+            # of GPUs take multiples of 8 dimensions only.
+            logits = (sinks / self.softmax_scale).to(query.dtype).view(-1, 1, 1).expand(*query.shape[:-1], 1)
+            query = pad(torch.cat([query, logits], -1), (0, 7))
+            key, value = (pad(column, (0, 8, 0, 1)) for column in (key, value))
+            key[..., -1, -8] = 1.0
+            visible = pad(visible, (0, 1), value=True)
+        is_grouped = query.size(1) != key.size(1)
         out = scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(2) != key.size(2),
+            query, key, value, visible, is_causal=visible is None, scale=self.softmax_scale, enable_gqa=is_grouped
         )
-        return out.transpose(1, 2)
+        return out[..., :width].transpose(1, 2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return Megatron's description of the sinks, which tensor-parallel ranks share out."""
+        del metadata  # process groups: the ones in use
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms."""
+    """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms.
+
+    Zero-centred if the config says so: ``x / rms(x) * (1 + weight)``, in fp32.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, own_eps: float | None = None, **_: Any
     ) -> None:
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            raise ConfigError(
-                f"norm {config.normalization!r} (zero-centred: {config.layernorm_zero_centered_gamma}) needs "
-                "Transformer Engine; without it only plain RMSNorm is built"
-            )
+        if config.normalization != "RMSNorm":
+            raise ConfigError(f"norm {config.normalization!r} needs Transformer Engine, expected 'RMSNorm'")
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self.is_centred = config.layernorm_zero_centered_gamma
+        torch.nn.init.constant_(self.weight, 0.0 if self.is_centred else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same shape."""
+        if not self.is_centred:
+            return super().forward(x)
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormOverHeads(RMSNorm):

@@ -193,11 +193,15 @@ def _allow_unequal_shares(mappings: Any) -> None:
 
 
 def _replace_helpers() -> None:
-    """Remedies 1 (generator of the tensor-parallel tracker) and 4."""
+    """Remedies 1 (generator of the tensor-parallel tracker, pinned memory) and 4."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    code = rotary.get_pos_emb_on_this_cp_rank.__code__
+    constants = tuple(False if constant is True else constant for constant in code.co_consts)  # pin_memory
+    rotary.get_pos_emb_on_this_cp_rank.__code__ = code.replace(co_consts=constants)
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))

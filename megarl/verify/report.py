@@ -36,6 +36,8 @@ class RoutingReport:
     """Passes that are missing or too many, and passes with another number of rows."""
     causes: list[Cause] = field(default_factory=list)
     """Of forward passes, then of recomputations, one for each micro-batch with wrong rows; at most MOST_CAUSES."""
+    exempt_layers: tuple[int, ...] = ()
+    """Of ``layers``, the last ones, whose routers take experts from a table of token ids."""
 
     @property
     def right_share(self) -> float:
@@ -70,6 +72,8 @@ class RoutingReport:
             f"routing: {self.right.sum():,} of {self.compared.sum():,} rows are right, in {len(self.compared)} "
             f"micro-batches and {len(self.layers)} layers"
         ]
+        if self.exempt_layers:
+            lines.append(f"not replayed: layers {list(self.exempt_layers)} take experts from a table of token ids")
         if self.recomputed.any():
             same, total = self.recomputed_right.sum(), self.recomputed.sum()
             num_passes = f"{np.count_nonzero(self.recomputed.any(1))} of {len(self.recomputed)} passes"

@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs  # pyright: ignore[reportMissingIm
 
 def fp32_of(folder: str) -> list[str]:
     """Without weights: on the meta device."""
-    settings = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "torch_native"}
+    settings = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "intel_amx"}  # the one on CPUs with sinks
     publish(ServerArgs(model_path=folder, **settings), role="scheduler", ranks=SpawnRanks(0))
     if not torch.distributed.is_initialized():
         init_distributed_environment(1, 0, f"file://{Path(folder).absolute()}/store", 0, backend="gloo")

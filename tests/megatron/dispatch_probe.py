@@ -106,7 +106,8 @@ class DispatchProbe:
         def see(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
             flat = hidden.detach().reshape(-1, hidden.size(-1)).clone()
             earlier = [one for one in self.seen if one.layer == number and torch.equal(one.hidden, flat)]
-            logits = flat.float() @ router.weight.detach().float().T
+            bias = getattr(router, "bias", None)
+            logits = flat.float() @ router.weight.detach().float().T + (0.0 if bias is None else bias.detach().float())
             micro = earlier[0].micro if earlier else current["micro"]
             found = routing_map.detach().bool().clone()
             self.seen.append(Dispatch(number, micro, bool(earlier), flat, found, probs.detach().clone(), logits))

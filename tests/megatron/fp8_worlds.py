@@ -25,8 +25,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
+    "deepseek_v32": {**_LATENT, "num_experts": 8, "index_topk": 3, "index_n_heads": 2, "index_head_dim": 16},
 }
-"""Names w1 to w3, shared experts and their gate, latent attention, a dense layer, a tied head; whole blocks of 16."""
+"""Names w1 to w3, shared experts and their gate, latent attention, an indexer, a dense layer, a tied head; whole blocks
+of 16."""
 
 
 def write_family(family: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

@@ -61,7 +61,7 @@ def copy(source: Path, tmp_path: Path) -> Path:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    stored, found = safetensors_of(one), safetensors_of(other)
+    stored, found = safetensors_of(one, True), safetensors_of(other, True)
     assert sorted(stored) == sorted(found)
     assert [name for name in stored if not same_bits(stored[name], found[name])] == []
 
@@ -76,7 +76,7 @@ class TestRoundTrip:
         assert_same(source, tmp_path / "back")
         index = json.loads((tmp_path / "back" / INDEX).read_text())
         assert len(set(index["weight_map"].values())) > 3
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in safetensors_of(source).values())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in safetensors_of(source, True).values())
 
     def test_dtype_and_bits_of_nan_and_negative_zero(self, copy: Path, tmp_path: Path) -> None:
         odd = torch.tensor([0x7FC1, -32768, -63, 1], dtype=torch.int16).view(torch.bfloat16)

@@ -33,7 +33,7 @@ from megarl.models.names import hf_shapes, is_fp32
 from megarl.models.shapes import read_shape
 from megarl.ops.plan.engine_memory import weight_bytes
 
-WITH_BIASES = ("glm4_moe", "deepseek_v3", "kimi_k2", "moonlight")
+WITH_BIASES = [name for name, (_, values) in FAMILIES.items() if "routed_scaling_factor" in values]
 GLOBAL_AUX_LOSS: dict[str, Any] = {
     "megatron__moe_router_load_balancing_type": "global_aux_loss",
     "megatron__moe_aux_loss_coeff": 1e-3,
@@ -91,22 +91,23 @@ def test_the_list_is_what_megatron_makes_in_fp32_and_no_wrapper_casts_it(
     ends = {name.rpartition(".")[2] for name in listed(floating)}
     counts = {"local_tokens_per_expert", "expert_bias"} if model in WITH_BIASES else set()
     counts |= {"global_tokens_per_expert", "ga_steps"} if policy.shape.moe_layers else set()
-    assert ends == counts | ({"cos_cached", "sin_cached"} if model == "kimi_k2" else set())
+    assert ends == counts | ({"cos_cached", "sin_cached"} if policy.shape.fields.get("rope_type") == "yarn" else set())
 
 
 @pytest.mark.sglang
 def test_the_list_is_what_sglang_holds_in_fp32(tmp_path: Path) -> None:
-    """But for the router weights of GLM-4.5, which a policy in bf16 trains in bf16: nothing of them is lost."""
-    latent = SERVABLE["deepseek_v3"]
+    """But for the router weights of GLM-4.5 and the experts' biases of gpt-oss, which a policy in bf16 trains in bf16:
+    nothing of them is lost."""
+    more_keys = {"deepseek_v3": SERVABLE["deepseek_v3"], "gpt_oss": {"dtype": "bfloat16"}}  # SGLang reads its dtype
+    wider = {"glm4_moe": ".gate.weight", "gpt_oss": "_weight_bias"}
     folders = {
-        model: write_family(tmp_path / model, model, **(latent if kind == "deepseek_v3" else {}))
-        for model, (kind, _) in FAMILIES.items()
+        model: write_family(tmp_path / model, model, **more_keys.get(kind, {})) for model, (kind, _) in FAMILIES.items()
     }
     words = [SGLANG_PYTHON, Path(__file__).parents[1] / "engines" / "sglang_dtypes.py", *folders.values()]
     environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([*map(str, words)], check=True, env=environment, capture_output=True, text=True)
     for (model, folder), held in zip(folders.items(), json.loads(done.stdout.splitlines()[-1]), strict=True):
-        more = {name for name in held if name.endswith(".gate.weight")} if model == "glm4_moe" else set()
+        more = {name for name in held if model in wider and name.endswith(wider[model])}
         assert set(held) - more == listed(hf_shapes(read_shape(folder))), model
 
 

@@ -10,7 +10,7 @@ import pytest
 from cases_replay import World
 from dispatch_probe import DispatchProbe
 from ranks import Case, case
-from tiny_world import rollouts
+from tiny_world import batch_of, rollouts
 
 RECORDED = "cases_replay:recorded"
 MOE_LAYERS = {0, 2, 3}
@@ -19,12 +19,14 @@ AGAIN: dict[str, set[int]] = {"none": set(), "uniform": MOE_LAYERS, "block": {0}
 """MoE layers that activation checkpointing runs twice, from Megatron's documentation of the settings."""
 
 
-@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize(
+    ("model", "recompute"), [*(("base", recompute) for recompute in AGAIN), ("qwen3_next", "uniform")]
+)
 def test_tokens_are_sent_to_the_experts_of_their_rollout_in_every_pass(
-    recompute: str, models: dict[str, Path], one_rank: None
+    model: str, recompute: str, models: dict[str, Path], one_rank: None
 ) -> None:
     """On one rank, scoring too; ``test_megatron_matrix`` has the layouts."""
-    world = World(models["base"], recompute)
+    world = World(models[model], recompute)
     chunks, micros = world.policy.chunks, range(len(world.micros))
     assert len(micros) > 1
     native = DispatchProbe(chunks, world.micros)
@@ -47,11 +49,28 @@ def test_tokens_are_sent_to_the_experts_of_their_rollout_in_every_pass(
     assert all(float(p.main_grad.abs().max()) > 0 for p in routers)
 
 
+def test_a_router_with_a_bias_replays(models: dict[str, Path], one_rank: None) -> None:
+    """gpt-oss: the gates are of the replayed experts' logits, bias included, and the bias is trained."""
+    made = rollouts(num_layers=4)
+    world = World(models["gpt_oss"], batch=batch_of(made))
+    probe = DispatchProbe(world.policy.chunks, world.micros)
+    with world.replay.replay(world.routes):
+        world.run(backward=True)
+    probe.remove()
+    assert probe.violations(made, (0, 1, 2, 3)) == []
+    assert probe.largest_gate_error() < 1e-5
+    (chunk,) = world.policy.chunks
+    biases = [p for name, p in chunk.named_parameters() if name.endswith("router.bias")]
+    assert len(biases) == 4
+    assert all(float(bias.main_grad.abs().max()) > 0 for bias in biases)
+
+
 RECORDED_CASES = [
     case(2, RECORDED, "ep2", recompute="uniform"),
     case(2, RECORDED, "tp2 ep2 etp1", recompute="moe"),
     case(2, RECORDED, "pp2 vpp2", recompute="none"),
     case(2, RECORDED, "ep2", recompute="none", dispatcher="allgather"),
+    case(2, RECORDED, "tp2 ep2 etp1", recompute="uniform", model="qwen3_next"),
     case(4, RECORDED, "tp2 ep2 etp1 pp2", recompute="block"),
     case(4, RECORDED, "cp2 tp2 ep2 etp1", recompute="uniform"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from megarl.config.file import parse
 from megarl.core.packing import pack, select
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
+from megarl.files.hf_config import is_beside_text, is_turned
 from megarl.megatron import distributed
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
@@ -271,9 +273,15 @@ def logits_of_transformers(model: Path, sequences: Sequence[np.ndarray]) -> list
 
 
 def transformers_model(model: Path, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()
+    from megarl.engines.weights import auto_class
+
+    return (
+        auto_class(AutoConfig.from_pretrained(model))
+        .from_pretrained(model, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )
 
 
 def teacher_forced(
@@ -322,16 +330,25 @@ def oracle_loss_gradients(
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in oracle.named_parameters()
     }
-    return float(total.detach()), revert_weight_conversion(oracle, gradients)
+    kind, hidden = oracle.config.model_type, oracle.config.get_text_config().hidden_size
+    return float(total.detach()), {
+        name: gradient.transpose(1, 2) if is_turned(kind, name, gradient.shape, hidden) else gradient
+        for name, gradient in revert_weight_conversion(oracle, gradients).items()
+        if not is_beside_text(kind, name)
+    }
 
 
 @contextlib.contextmanager
 def gradients_in_place_of_weights(policy: Policy) -> Iterator[None]:
-    """Inside, ``policy.export()`` yields the summed gradients. Needs ``distributed_optimizer = false``."""
+    """Inside, ``policy.export()`` yields the summed gradients. Needs ``distributed_optimizer = false``.
+
+    Those of frozen parameters are zero, as in ``oracle_loss_gradients``.
+    """
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
-        parameter.data = parameter.main_grad  # type: ignore[attr-defined]
+        is_trained = parameter.requires_grad
+        parameter.data = parameter.main_grad if is_trained else torch.zeros_like(parameter)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -343,10 +360,13 @@ def exported(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in policy.export()}
 
 
-def safetensors_of(model: Path) -> dict[str, torch.Tensor]:
+def safetensors_of(folder: Path, beside_text: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a folder; of a larger model, those of its text model, or all of them."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(model.glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         found.update(load_file(file))
-    return found
+    hf = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+    kind = str(hf.get("model_type"))
+    return {name: value for name, value in found.items() if beside_text or not is_beside_text(kind, name)}

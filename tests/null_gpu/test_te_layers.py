@@ -104,7 +104,8 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_with_te_is_the_cpu_step(model: str, cpu: Results, gpu: Results) -> None:
     found = gpu[f"step/{model}/fp32/"]
-    assert ("TEDotProductAttention" in found["layers"]) == (model != "olmoe")  # TE lacks its norm over all heads
+    # TE lacks OLMoE's norm over all heads, and up to 2.11 gpt-oss's sinks in packed sequences.
+    assert ("TEDotProductAttention" in found["layers"]) == (model not in ("olmoe", "gpt_oss"))
     assert ("TEGroupedMLP" in found["layers"]) == (model not in (*DENSE, "olmoe"))
     _assert_same(found, cpu[f"step/{model}/fp32/"])
 

@@ -38,6 +38,8 @@ def for_layout(config: Config, shape: "ModelShape", layout: Layout) -> Iterator[
     if not shape.fields.get("multi_latent_attention"):
         yield _uneven("num_key_value_heads", shape.fields["num_query_groups"], "parallel.tp", layout.tp)
     yield _uneven("experts", shape.num_experts, "parallel.ep", layout.ep)
+    has_biases = shape.num_experts and shape.fields.get("add_bias_linear")
+    yield row("etp_of_biases", has_biases and layout.etp > 1, etp=layout.etp)
     for name, width in _cut_widths(shape):
         key, num = ("parallel.etp", layout.etp) if name.startswith("the experts") else ("parallel.tp", layout.tp)
         yield _uneven(name, width, key, num)

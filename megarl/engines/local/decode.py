@@ -56,7 +56,7 @@ class _Reader:
 
     def select(self, rows: torch.Tensor) -> None:
         """Make row ``rows[i]`` the new row ``i``."""
-        self._cache.batch_select_indices(rows)
+        self._cache.reorder_cache(rows)  # the only selection that states of linear attention have
         self._positions = self._positions[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]

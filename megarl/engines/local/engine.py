@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401 # defines grouped_mm_fallback; loaded late up to transformers 5.6
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
@@ -33,7 +33,7 @@ from megarl.engines.protocol import (
     limit_response,
     run_session,
 )
-from megarl.engines.weights import Intake, WeightForm, checkpoint_views
+from megarl.engines.weights import Intake, WeightForm, auto_class, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.models.names import is_fp32
 
@@ -75,8 +75,10 @@ class LocalEngine(Engine):
         if fp8_kv_cache and getattr(config.get_text_config(), "kv_lora_rank", None):
             raise RolloutError("fp8_kv_cache: engines hold the latents of latent attention, this one keys and values")
         with no_init_weights():
-            self._model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa", experts_implementation=experts_implementation
+            # Attention is torch's SDPA where the class has that. Sparse attention adds SDPA's masks, bool, to scores.
+            attention = "eager" if getattr(config, "index_topk", None) else None
+            self._model = auto_class(config).from_config(
+                config, dtype=dtype, attn_implementation=attention, experts_implementation=experts_implementation
             )
         self._model.tie_weights()  # no_init_weights skips ties, too
         for name, tensor in self._model.state_dict(keep_vars=True).items():

@@ -112,11 +112,12 @@ class RankCount:
     stage: int
     dense: int  # replicated over data- and context-parallel ranks
     expert: int  # replicated over expert-data-parallel ranks
+    frozen: int  # weights of indexers, which have no gradient
     buffers: int  # fp32 values without an optimizer: expert biases and counters
 
     @property
     def total(self) -> int:
-        return self.dense + self.expert
+        return self.dense + self.expert + self.frozen
 
 
 def numel(rule: Rule, shape: ModelShape) -> int:
@@ -129,7 +130,7 @@ def count_model(shape: ModelShape) -> ModelCount:
     """Parameters of the checkpoint, without prediction layers (MTP), which megarl does not train."""
     sizes = {rule: numel(rule, shape) * sum(1 for _ in rule.places(shape)) for rule in rules_of(shape)}
     total = sum(sizes.values())
-    experts = sum(size for rule, size in sizes.items() if rule.scope == "expert")
+    experts = sum(size for rule, size in sizes.items() if rule.scope.startswith("expert"))
     embeddings = sum(size for rule, size in sizes.items() if rule.layout == "vocab")
     unused = experts - experts * shape.topk // shape.num_experts if experts else 0
     return ModelCount(total, experts, embeddings, total - unused)
@@ -137,7 +138,7 @@ def count_model(shape: ModelShape) -> ModelCount:
 
 def count_rank(shape: ModelShape, layout: Layout, stage: Stage) -> RankCount:
     """Parameters of one rank of the stage: dense parameters divided by tp, experts by ep and etp."""
-    dense = expert = buffers = 0
+    dense = expert = frozen = buffers = 0
     layers = set(stage.layers)
     for rule in rules_of(shape):
         if rule.scope == "model":
@@ -147,13 +148,15 @@ def count_rank(shape: ModelShape, layout: Layout, stage: Stage) -> RankCount:
             dense += _local(rule, shape, layout.tp) if is_here else 0
             continue
         num_layers = sum(1 for layer, _ in rule.places(shape) if layer in layers)
-        if rule.scope == "expert":
+        if rule.scope.startswith("expert"):
             expert += _local(rule, shape, layout.etp) * num_layers // layout.ep
+        elif rule.scope == "indexer":
+            frozen += numel(rule, shape) * num_layers
         elif is_fp32(rule.megatron[0]):
             buffers += 2 * numel(rule, shape) * num_layers
         else:
             dense += _local(rule, shape, layout.tp) * num_layers
-    return RankCount(stage.rank, dense, expert, buffers)
+    return RankCount(stage.rank, dense, expert, frozen, buffers)
 
 
 def _local(rule: Rule, shape: ModelShape, size: int) -> int:

@@ -84,7 +84,8 @@ def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage)
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding.
+    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding; frozen
+    parameters have weights alone.
 
     ConfigError for an optimizer that is not Adam in fp32 on the GPU.
     """
@@ -95,7 +96,7 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
                 f"expected {value!r}; remove it for the plan"
             )
     element = ELEMENT[config.model.dtype]
-    gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * count.total
+    gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * (count.dense + count.expert)
     dense, expert = (layout.dp * layout.cp, layout.edp) if config.parallel.distributed_optimizer else (1, 1)
     optimizer = (8 if element == 4 else 12) * (-(-count.dense // dense) + -(-count.expert // expert))
     return element * count.total + 4 * count.buffers, gradients, optimizer
@@ -104,7 +105,8 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
     """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
     # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
-    return max((2 if rule.scope == "expert" else 3) * whole_bytes(rule, shape, element, ep) for rule in rules_of(shape))
+    rules = rules_of(shape)
+    return max((3 - rule.scope.startswith("expert")) * whole_bytes(rule, shape, element, ep) for rule in rules)
 
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
@@ -121,6 +123,7 @@ class Cut:
     element: int  # e: bytes of a weight and an activation, 2 or 4
     tp: int = 1
     etp: int = 1
+    longest: int = 0  # tokens of the longest sequence, for masks
 
     @property
     def rows(self) -> int:
@@ -141,7 +144,7 @@ def activation_bytes(
     if config.sampling.fixed:
         whole = -(-layout.sequences_per_rank * config.longest_sequence // layout.cp)
         slots = min(slots, -(-whole // layout.tp) * layout.tp)
-    cut = Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp)
+    cut = Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp, config.longest_sequence)
     activations, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
     moment = max(max(units) + _moment(shape, cut, stage), head_bytes(shape, cut) if stage.is_last else 0)
     return sum(activations) * in_flight(layout, stage.rank, micro_batches) // len(activations), moment
@@ -203,7 +206,8 @@ def head_bytes(shape: ModelShape, cut: Cut) -> int:
 def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
     """Bytes kept by one layer; ``recompute`` names modules of selective recomputation, which keep only the input."""
     latent, is_moe = shape.fields.get("multi_latent_attention"), layer in shape.moe_layers
-    attention = (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
+    softmax = _latent_attention if latent else _grouped_attention
+    attention = (_linear_attention if layer in shape.linear_layers else softmax)(shape, cut, recompute)
     if is_moe:
         mlp = 0 if "moe" in recompute else _moe(shape, cut, recompute)
     else:
@@ -227,16 +231,34 @@ def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) 
     normed = cut.element * (q + kv) + 4 * (heads + groups) if fields["qk_layernorm"] else 0
     # Recomputed, the values are a view of the projection, which is kept whole.
     output = q + 2 * kv if "core_attn" in recompute else kv
-    return (normed + cut.element * (2 * q + kv + output) + 4 * heads) * cut.slots
+    gate = (cut.element + 4) * q if fields.get("attention_output_gate") else 0
+    return (normed + cut.element * (2 * q + kv + output) + 4 * heads + gate) * cut.slots
+
+
+def _linear_attention(shape: ModelShape, cut: Cut, _: Collection[str] = ()) -> int:
+    """Rows around projection and convolution, and fp32 heads, decays and states of the gated delta rule in plain torch.
+
+    Chunks have 64 tokens. Kernels keep less.
+    """
+    fields = shape.fields
+    keys, values = fields["linear_num_key_heads"] // cut.tp, fields["linear_num_value_heads"] // cut.tp
+    k, v = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    rule = 2 * keys * k + values * (4 * k + 6 * v + 8 * 64 + 2 * k * v // 64)
+    return (cut.element * (6 * keys * k + 5 * values * v) + 4 * rule) * cut.slots
 
 
 def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
-    """Latents with the norms' outputs, rotations, then queries, keys, values, output and fp32 statistics."""
+    """Latents with the norms' outputs, rotations, then queries, keys, values, output and fp32 statistics.
+
+    Sparse attention to sequences of more than top-k tokens: a mask of all keys; recomputed, the selected keys.
+    """
     fields, e = shape.fields, cut.element
     heads, rope, value = fields["num_attention_heads"] // cut.tp, fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
     latents = sum(2 * e * width + 4 for width in (fields["q_lora_rank"], fields["kv_lora_rank"]) if width)
     output = fields["qk_head_dim"] if "core_attn" in recompute else 0
     attention = e * heads * (2 * (fields["qk_head_dim"] + rope + value) + output) + 4 * heads
+    topk = fields.get("dsa_indexer_topk") or cut.longest
+    attention += (4 * topk if "core_attn" in recompute else e * cut.longest) * (cut.longest > topk)
     return latents * cut.rows + ((4 * e + 4) * rope + attention) * cut.slots
 
 
