@@ -109,7 +109,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**_LATENT, **_INDEXER, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "indexer_rope_interleave": False}
-        | {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": _DENSE_FIRST},
+        | {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": _DENSE_FIRST}
+        | {"num_experts_per_tok": 2},
     ),
     "glm4_moe": (
         "glm4_moe",
@@ -125,6 +126,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": _QWEN3_5,
             "vision_config": {k: v for k, v in _VISION.items() if k != "deepstack_visual_indexes"},
         },
+    ),
+    "dots1": (
+        "dots1",
+        {**_COMMON, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    ),
+    "solar_open": (
+        "solar_open",
+        {**_COMMON, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"attention_bias": True, "routed_scaling_factor": 1.5},
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {**_COMMON, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "hy_v3": (
+        "hy_v3",
+        {**_COMMON, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
     "olmoe": ("olmoe", {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2}),
     "qwen3_vl_moe": (

@@ -14,16 +14,9 @@ from typing import Any
 
 import torch
 
+from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
-from megarl.convert.megatron_files import (
-    HF_FOLDER,
-    Keys,
-    MegatronCheckpoint,
-    Piece,
-    parameter_shape,
-    torch_dist_folder,
-    units_of,
-)
+from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
@@ -41,7 +34,7 @@ def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
     """
     shape = read_shape(source)
     keys = Keys.of_megatron(shape, options.layers)
-    units = units_of(shape)
+    units = megatron_files.units_of(shape)
     with HFCheckpoint(source) as hf:
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
         require_unchanged(source)
@@ -68,7 +61,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     model: a folder with config and tokenizer; None for the folder inside a converted checkpoint. ConfigError without
     its config.json, and as ``to_megatron``.
     """
-    source = torch_dist_folder(source)
+    source = megatron_files.torch_dist_folder(source)
     model = model or source / HF_FOLDER
     if not (model / "config.json").is_file():
         raise ConfigError(
@@ -78,7 +71,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
-    pieces = list(chain(*units_of(shape)))
+    pieces = list(chain(*megatron_files.units_of(shape)))
     dtypes = [options.dtype_of(piece.rule.hf[0], megatron.dtype(piece)) for piece in pieces]
     cast_dtypes = set(compress(dtypes, (not is_fp32(piece.rule.hf[0]) for piece in pieces)))
     config_dtype = cast_dtypes.pop() if len(cast_dtypes) == 1 else None  # a config names a single dtype, or no dtype
@@ -177,7 +170,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
     """
     if not source.exists():
         raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
-    checkpoint = torch_dist_folder(source)
+    checkpoint = megatron_files.torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
         result = to_hf(checkpoint, out, model, options)
     elif os.path.lexists(source / "config.json"):
@@ -185,9 +178,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
         result = to_megatron(source, out, options)
     else:
-        raise ConfigError(
-            f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
-        )
+        raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")
     if line := describe_left_out(result["dropped"]):
         print(printable(line))
     names = f"{result['family']}, names of {result['keys']['layers']} layers"

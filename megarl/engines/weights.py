@@ -124,7 +124,10 @@ def read_model_config(folder: str | Path) -> PretrainedConfig:
     while family not in CONFIG_MAPPING and "like" in FAMILIES.get(family, {}):
         family = FAMILIES[family]["like"]
     if family == kind:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if kind == "minimax_m2" and (width := hf.get("rotary_dim")):  # which the class of transformers does not read
+            config.rope_parameters["partial_rotary_factor"] = width / config.head_dim
+        return config
     kept = {key: value for key, value in flatten(hf).items() if key not in ("model_type", "auto_map")}
     return AutoConfig.for_model(family, **kept, checkpoint_type=kind)
 
@@ -219,9 +222,8 @@ class Bucket:
         if self.ready is None:
             return self
         with self.beside():
-            return self._over(
-                torch.empty_like(self.flat, device="cpu", pin_memory=True).copy_(self.flat, non_blocking=True)
-            )
+            host = torch.empty_like(self.flat, device="cpu", pin_memory=True)
+            return self._over(host.copy_(self.flat, non_blocking=True))
 
     def spare(self) -> Self:
         """Return a copy in new host memory."""

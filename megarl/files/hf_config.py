@@ -200,23 +200,48 @@ def count_prediction_layers(hf: Mapping[str, Any]) -> int:
 
 
 def find_quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation table of a config.json; None without quantisation."""
-    quantised = next((hf[key] for key in QUANTIZATION if hf.get(key) not in (None, {})), None)
+    """Return the quantisation table of a config.json, or of its text model; None without quantisation."""
+    tables = [table for table in (hf, hf.get("text_config")) if isinstance(table, Mapping)]
+    entries = (table[key] for table in tables for key in QUANTIZATION if table.get(key) not in (None, {}))
+    quantised = next(entries, None)
     return quantised if isinstance(quantised, dict) or quantised is None else {"quant_method": quantised}
 
 
-def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (rows, columns) of the FP8 blocks; None without quantisation. ConfigError for another quantisation."""
+def read_weight_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (rows, columns) of the FP8 blocks; None if the scales tell, and without quantisation.
+
+    ConfigError for a quantisation whose weights megarl cannot read.
+    """
     if (table := find_quantization(hf)) is None:
         return None
-    block = table.get("weight_block_size")
-    is_fp8 = table.get("quant_method") == "fp8" and table.get("fmt", "e4m3") == "e4m3"
-    if not is_fp8 or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+    method, block, weights = table.get("quant_method"), table.get("weight_block_size"), _compressed_weights(table)
+    readable = method in ("fp8", "mxfp8", "mxfp4") and table.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    if method == "compressed-tensors" and weights:
+        readable, block = True, weights[0].get("block_structure")
+    is_block = isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) >= 1
+    if not readable or not (block is None or is_block):
         raise ConfigError(
-            f"the model is quantised by {table.get('quant_method')!r} with blocks {block!r}; expected no "
-            "quantization_config, or 'fp8' (e4m3) with blocks of two dimensions: take the model in high precision"
+            f"the model is quantised by {method!r} with blocks {block!r}; expected no quantization_config, or 'fp8' "
+            "(e4m3), 'mxfp8', 'mxfp4', or 'compressed-tensors' with symmetric FP8 or INT4 weights: take the model in "
+            "high precision"
         )
-    return block[0], block[1]
+    return None if block is None else (block[0], block[1])
+
+
+def _compressed_weights(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what compressed-tensors' table says of each group of weights; [] if megarl cannot read a group."""
+    formats = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+    try:
+        weights = [group["weights"] for group in table["config_groups"].values()]
+        kinds = {
+            (each["type"], each["num_bits"], each.get("symmetric", True), each.get("actorder")) for each in weights
+        }
+    except (AttributeError, KeyError, TypeError):
+        return []
+    orders = (None, "static", "weight")  # of the columns; other orders have a g_idx
+    expected = {(*kind, True, order) for kind in (("float", 8), ("int", 4)) for order in orders}
+    is_readable = kinds <= expected and table.get("format") in formats and not table.get("transform_config")
+    return weights if is_readable else []
 
 
 DENSE = tuple(

@@ -19,8 +19,8 @@ from megarl.files.hf_config import (
     count_prediction_layers,
     family_entry,
     read_dtype,
-    read_fp8_block,
     read_moe,
+    read_weight_block,
 )
 
 
@@ -93,7 +93,10 @@ def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
     stated = {key: hf[key] for key in _BESIDE if key in hf.values}
     if "type" in values:
         stated["rope_type"] = values.pop("type")
-    for key, value in stated.items():
+    beside = [*stated.items()]
+    if (width := hf.get("rotary_dim")) is not None:
+        beside.append(("partial_rotary_factor", width / hf["head_dim"]))
+    for key, value in beside:
         if values.setdefault(key, value) != value:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
@@ -186,6 +189,9 @@ def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     if len(kinds) != num_layers or not {*kinds} <= {*period}:
         raise ConfigError(f"layer_types is {kinds}, expected {' or '.join(period)} for each of num_hidden_layers")
     if "sliding_attention" not in period:
+        first = hf.get("max_window_layers")  # without layer_types, layers from this one on have windows
+        if first is not None and hf["sliding_window"] and first < num_layers:
+            raise ConfigError(f"max_window_layers is {first}, expected at least num_hidden_layers, {num_layers}")
         return {}
     skipped = [int(kind == "sliding_attention") for kind in kinds]
     return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": skipped}
@@ -227,10 +233,11 @@ def _experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 
 def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
-    topk, groups, topk_groups = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
-    if not hf["norm_topk_prob"] or topk < 2:
+    topk, groups, topk_groups = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
+    if not is_normalised or topk < 2:
         raise ConfigError(
-            f"norm_topk_prob is {hf['norm_topk_prob']} and num_experts_per_tok {topk}, expected true and at least 2"
+            f"norm_topk_prob is {is_normalised} and num_experts_per_tok {topk}, expected true and at least 2"
         )
     # The model ranks groups by 2 experts, Megatron by topk // topk_group.
     if topk_groups > groups or (groups > 1 and topk // topk_groups != 2):
@@ -239,6 +246,7 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
             "experts as groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
     experts = _experts(hf, traits)
+    shared = hf.get("n_shared_experts") or hf.get("num_shared_experts") or 0
     per_group, odd = divmod(experts["num_moe_experts"], groups)
     if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
         raise ConfigError(
@@ -251,8 +259,8 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": topk_groups if groups > 1 else None,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or hf.get("router_scaling_factor") or 1.0,
+        "moe_shared_expert_intermediate_size": experts["moe_ffn_hidden_size"] * shared or None,
     }
 
 
@@ -340,7 +348,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
     try:
         config = HFConfig.of(hf)
         read_dtype(config.values)
-        read_fp8_block(config.values)
+        read_weight_block(config.values)
         count_prediction_layers(config.values)
         return _read(config, kind)
     except ConfigError as error:

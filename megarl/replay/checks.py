@@ -139,9 +139,7 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
     """
     micro_routes = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(micro_routes, MicroRoutes):
-        raise ReplayError(
-            f"{label}: routes are a {type(micro_routes).__name__}, expected MicroRoutes or a torch.Tensor"
-        )
+        raise ReplayError(f"{label}: routes are a {type(micro_routes).__name__}, expected MicroRoutes or a Tensor")
     experts, present, token_ids = micro_routes.experts, micro_routes.present, micro_routes.token_ids
     topk = {hook.topk for hook in hooks} or {*experts.shape[2:]}
     if experts.dim() != 3 or experts.size(1) != len(hooks) or experts.size(2) not in topk:

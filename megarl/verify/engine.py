@@ -198,9 +198,7 @@ class _Probe:
         changed = np.flatnonzero(shares < MIN_OVERLAP).tolist()
         if changed[:1] != [last]:
             raise TraceError(f"prompts that differ in token {last} have different routes in rows {changed[:5]}")
-        return (
-            f"of a token that differs prompts share {shares[last]:.0%} of the experts, before {min(shares[:last]):.0%}"
-        )
+        return f"of a differing token prompts share {shares[last]:.0%} of the experts, before {min(shares[:last]):.0%}"
 
     def ask_determinism(self) -> str:
         again = self.ask([self.first.prompt], RESPONSE)[0]

@@ -23,7 +23,7 @@ from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import fitting_shape
 from megarl.replay.layout import local_rows
-from megarl.replay.megatron_state import cp_position, split_position, unwrap
+from megarl.replay.megatron_state import cp_position, replaced, split_position, unwrap
 from megarl.replay.records import MicroRoutes
 from megarl.verify.expert_sets import ExpertSets
 from megarl.verify.report import RoutingReport, compare_routes
@@ -108,9 +108,9 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
                 original = getattr(dispatcher, name)
                 if isinstance(original, partial):
                     raise ReplayError(f"layer {layer.layer_number} is watched already; close the other RoutingWatch")
-                restore.callback(_put_back, dispatcher, name, vars(dispatcher).get(name))
                 signature = inspect.signature(getattr(type(dispatcher), name))  # another tool may have wrapped it
-                setattr(dispatcher, name, partial(self._dispatch, original, signature, calls))
+                dispatch = partial(self._dispatch, original, signature, calls)
+                restore.enter_context(replaced(dispatcher, **{name: dispatch}))
             self._calls, self._restore = every, restore.pop_all()
         return self
 
@@ -174,13 +174,6 @@ def _moe_layers(module: torch.nn.Module) -> list[BaseMoELayer]:
 def _entrance(layer: BaseMoELayer) -> str:
     """The method of the layer's dispatcher that is given tokens and experts; until 0.13 one does all."""
     return "dispatch_preprocess" if hasattr(layer.token_dispatcher, "dispatch_preprocess") else "token_permutation"
-
-
-def _put_back(dispatcher: Any, name: str, attribute: Any) -> None:
-    """Restore the dispatcher's own attribute, if it had one besides the method of its class."""
-    del vars(dispatcher)[name]
-    if attribute is not None:
-        setattr(dispatcher, name, attribute)
 
 
 def _sets_of(routes: MicroRoutes, num_experts: int) -> ExpertSets:

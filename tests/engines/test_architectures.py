@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import (
     DeepseekV32Config,
     Glm4MoeConfig,
     GptOssConfig,
+    HYV3Config,
+    MiniMaxM2Config,
     MixtralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -38,6 +41,13 @@ SMALL: dict[str, Any] = {
 }
 GLM = Glm4MoeConfig(
     **SMALL, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1
+)
+HUNYUAN = HYV3Config(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+MINIMAX = MiniMaxM2Config(
+    **SMALL,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 )
 MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
 GPT_OSS = GptOssConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2, sliding_window=3)
@@ -70,11 +80,15 @@ def save(config: Any, path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("config", "num_layers"),
-    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3), (LINEAR, 3), (SPARSE, 2)],
-    ids=["glm", "mixtral", "tied", "gpt_oss", "linear attention", "sparse"],
+    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3), (LINEAR, 3), (SPARSE, 2), (HUNYUAN, 2), (MINIMAX, 3)],
+    ids=["glm", "mixtral", "tied", "gpt_oss", "linear attention", "sparse", "hunyuan", "minimax"],
 )
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
+    if config is MINIMAX:  # as published
+        file = tmp_path / "config.json"
+        rope = {"rope_parameters": None, "rope_theta": 100.0, "rotary_dim": 8}
+        file.write_text(json.dumps(json.loads(file.read_text()) | rope))
     called: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith(".experts"):

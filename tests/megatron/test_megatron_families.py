@@ -51,7 +51,8 @@ def one_of(one: Case) -> Any:
 
 def gradients_of(found: dict[str, Any]) -> dict[str, Any]:
     """Without expert biases, which have no gradient and are exported as they are."""
-    kept = {name: value for name, value in found["gradients"].items() if "e_score_correction_bias" not in name}
+    biases = ("e_score_correction_bias", "expert_bias")
+    kept = {name: value for name, value in found["gradients"].items() if not name.endswith(biases)}
     return {**found, "gradients": kept}
 
 

@@ -71,6 +71,7 @@ RECORDED_CASES = [
     case(2, RECORDED, "pp2 vpp2", recompute="none"),
     case(2, RECORDED, "ep2", recompute="none", dispatcher="allgather"),
     case(2, RECORDED, "tp2 ep2 etp1", recompute="uniform", model="qwen3_next"),
+    case(2, RECORDED, "tp2 ep2 etp1", recompute="uniform", model="glm_moe_dsa"),
     case(4, RECORDED, "tp2 ep2 etp1 pp2", recompute="block"),
     case(4, RECORDED, "cp2 tp2 ep2 etp1", recompute="uniform"),
 ]

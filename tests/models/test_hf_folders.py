@@ -148,7 +148,7 @@ def test_trainer_transformers_and_servers_read_the_same_or_nothing(what: str, tm
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes", "fp8", None])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "modelopt", "fbgemm_fp8", None])
 def test_another_quantisation_is_refused(method: str | None, key: str, tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen3_moe", num_hidden_layers=1)
     edit_config(folder, **{key: {"quant_method": method, "bits": 4}})

@@ -33,10 +33,7 @@ class _Reader:
     def __init__(
         self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache, copied_rows: int
     ) -> None:
-        self._model = model
-        self._copied_rows = copied_rows
-        self._recorder = recorder
-        self._cache = cache
+        self._model, self._recorder, self._cache, self._copied_rows = model, recorder, cache, copied_rows
         self._mask: torch.Tensor | None = None
         self._positions = torch.empty(0)
 
