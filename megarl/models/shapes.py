@@ -101,11 +101,7 @@ def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
-    # Of text alone, all parts of multimodal positions are equal.
-    kind = hf.values["model_type"]
-    is_text = family_entry(kind, "text") or kind in {entry.get("text") for entry in FAMILIES.values()}
-    multimodal = {"harmless": ["mrope_*"] if is_text else []}
-    return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
+    return HFConfig({**left_out, **values}, ROPE, prefix=f"{place}.")
 
 
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
