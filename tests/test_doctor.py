@@ -234,6 +234,15 @@ def test_transformer_engine_is_compared(release, facts, status, said, monkeypatc
     assert said in check.says()
 
 
+def test_a_model_that_the_trainer_lacks_may_have_readable_routes(path: Path, tmp_path: Path):
+    table = {"num_hidden_layers": 8, "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hash_layers": 3}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", **table}))
+    refused, routes = inputs.read_model(config_file.load(path, trust=True))[0]
+    assert "hyper-connections" in refused.says()
+    says = "5 of 8 layers have routes, layers [0, 1, 2] take experts from a table of token ids"
+    assert (routes.status, routes.says()) == ("ok", f"{says}: verify and the plug-in take the model")
+
+
 def test_without_torch_it_says_what_to_install(lean, path: Path):
     alone = lean("doctor")
     assert (alone.returncode, alone.stderr) == (1, "")

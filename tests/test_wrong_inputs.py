@@ -67,7 +67,7 @@ status task | is no folder of a run that has begun
 samples task | or this is no run folder
 report task | metrics.jsonl: there is no such file
 convert nowhere out | nowhere does not exist
-convert task out | neither a Hugging Face folder
+convert task out | neither config.json (Hugging Face)
 convert model model | would replace its own source
 """
 """Commands that are wrong by themselves, and a part of the line."""

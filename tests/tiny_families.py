@@ -74,6 +74,14 @@ _VISION = {
     **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
     **{"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
+_DELTA_NET: dict[str, Any] = {
+    **_COMMON,
+    **{"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "full_attention_interval": 2,
+}
+_QWEN3_5 = {key: value for key, value in _DELTA_NET.items() if key != "intermediate_size"}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
@@ -101,13 +109,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**_LATENT, **_INDEXER, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "indexer_rope_interleave": False}
-        | {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": _DENSE_FIRST},
+        | {"indexer_types": ["full", "shared", "full", "shared"], "mlp_layer_types": _DENSE_FIRST}
+        | {"num_experts_per_tok": 2},
     ),
     "glm4_moe": (
         "glm4_moe",
         {**_COMMON, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         | {"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1}
         | {"routed_scaling_factor": 1.5},
+    ),
+    "qwen3_next": ("qwen3_next", {**_DELTA_NET, "mlp_only_layers": [1]}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _QWEN3_5),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {
+            "text_config": _QWEN3_5,
+            "vision_config": {k: v for k, v in _VISION.items() if k != "deepstack_visual_indexes"},
+        },
+    ),
+    "dots1": (
+        "dots1",
+        {**_COMMON, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    ),
+    "solar_open": (
+        "solar_open",
+        {**_COMMON, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"attention_bias": True, "routed_scaling_factor": 1.5},
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {**_COMMON, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "hy_v3": (
+        "hy_v3",
+        {**_COMMON, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
     "olmoe": ("olmoe", {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2}),
     "qwen3_vl_moe": (
@@ -149,12 +187,13 @@ def write_family(folder: Path, name: str, **changes: Any) -> Path:
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
                 if "norm" in key:
-                    tensor.uniform_(0.5, 1.5)
+                    is_centred = not tensor.any()
+                    tensor.uniform_(0.5, 1.5).sub_(float(is_centred))
                 elif "bias" in key:
                     tensor.normal_(std=0.1)
                 elif "sinks" in key:
                     tensor.normal_()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not family_entry(kind, "as_built"))
     if family_entry(kind, "turned"):
         turn_experts(folder)
     return folder

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import Aggregation, Objective
+from megarl.core.choices.parts import Aggregation, Objective, refuse
 from megarl.core.choices.table import OBJECTIVES, find_objective
 from megarl.core.objectives import Coefficients, Denominators, TokenColumns, coefficients
 from megarl.errors import ConfigError
@@ -25,15 +25,19 @@ _UNIT = 2**30
 """A power of two: the division by it is exact, and undone exactly."""
 
 
+def policies_read(row: Objective) -> frozenset[str]:
+    """Return the policies in the ratios and penalties of a row's loss. Functions of the user may read more."""
+    penalties = [penalty for penalty in row.penalties if penalty.coef]
+    behaviours = (penalty.behaviour for penalty in penalties if penalty.estimator == "unbiased")
+    return frozenset({*"_".join(row.pairs).split("_"), *(penalty.to for penalty in penalties), *behaviours})
+
+
 def columns_read(row: Objective) -> frozenset[str]:
     """Return the columns of log-probabilities that the loss of a row reads beside ``logprobs``.
 
     The advantage is the stack's: a row whose advantage alone reads the reference reads none here.
     """
-    policies = {policy for pair in row.pairs for policy in pair.split("_")}
-    for penalty in row.penalties:
-        if penalty.coef:
-            policies |= {penalty.to, penalty.behaviour} if penalty.estimator == "unbiased" else {penalty.to}
+    policies = policies_read(row)
     return frozenset(column for policy, column in POLICY_COLUMNS.items() if policy in policies or row.own_functions)
 
 
@@ -44,7 +48,7 @@ def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_ar
     that divides otherwise; UnknownNameError for an unknown name.
     """
     objective = find_objective(row)
-    refusals = {
+    refuse(f"{stack}: the row {_name(objective)} ", {
         "must know all tokens of the step beforehand": objective.beforehand,
         "reads the sampler's top K tokens": objective.needs_topk,
         "has an entropy term; set entropy_coef to 0, and use the stack's": objective.entropy_coef,
@@ -52,9 +56,7 @@ def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_ar
             objective.selection != "all",
         f"divides as {objective.aggregation!r}, but with these settings {stack} as {' or '.join(divides)}":
             objective.aggregation not in divides,
-    }  # fmt: skip
-    for refusal in (refusal for refusal, applies in refusals.items() if applies):
-        raise ConfigError(f"{stack}: the row {_name(objective)} {refusal}")
+    })  # fmt: skip
     return objective
 
 

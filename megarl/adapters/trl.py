@@ -17,8 +17,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer  # pyright takes this file itself for TRL
 
+from megarl.adapters.columns import policies_read
 from megarl.core import objectives as core
-from megarl.core.choices.parts import TOKEN_ADVANTAGES
+from megarl.core.choices.parts import TOKEN_ADVANTAGES, refuse
 from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives.columns import count_loss_tokens
@@ -56,9 +57,8 @@ class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues
         settings = [field for field in fields(every_setting) if field.name in OF_THE_ROW]
         changed = [field.name for field in settings if getattr(self.args, field.name) != field.default]
         kl = [penalty.coef for penalty in row.penalties if penalty.to == "ref" and penalty.coef] or [0.0]
-        policies = {*row.pairs, *(name for penalty in row.penalties for name in (penalty.to, penalty.behaviour))}
-        self._needs_mu = not mu_is_old and (row.own_functions or any("mu" in name for name in policies))
-        for problem, applies in {
+        self._needs_mu = not mu_is_old and (row.own_functions or "mu" in policies_read(row))
+        refuse(f"TRL: the objective {objective if isinstance(objective, str) else ''} ", {
             f"decides in place of {', '.join(changed)}, which would have no effect: keep TRL's default": changed,
             f"has {kl[0]} as KL coefficient to the reference, which TRL loads for beta, and beta is {self.beta}: set "
             "beta to the coefficient, or give an objective with this penalty": self.beta not in kl,
@@ -67,9 +67,7 @@ class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues
             "needs facts of a whole step: use one process, and no gradient accumulation":
                 row.beforehand and per_step * self.accelerator.num_processes > 1,
             "needs advantages or top K of tokens, which TRL lacks": row.advantage in TOKEN_ADVANTAGES or row.needs_topk,
-        }.items():  # fmt: skip
-            if applies:
-                raise ConfigError(f"TRL: the objective {objective if isinstance(objective, str) else ''} {problem}")
+        })  # fmt: skip
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         self._rewards = super()._calculate_rewards(*args, **named)  # [N, functions] of all processes; NaN: no reward

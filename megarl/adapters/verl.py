@@ -24,10 +24,11 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos
 from verl.workers.utils import losses
 
+from megarl.adapters.columns import policies_read
+from megarl.core.choices.parts import refuse
 from megarl.core.metrics import Stat, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, advantages_of, select_responses
 from megarl.core.objectives import policy_loss as objective_loss
-from megarl.errors import ConfigError
 
 REPORTED = {"mean": [""], "max": [""], "summary": ["mean", "max"], "ratio": ["mean", "min", "max"], "ess": ["fraction"]}
 """By kind of statistic the numbers that become metrics; verl averages them over micro-batches."""
@@ -78,14 +79,10 @@ def policy_loss(
     change, if verl's settings contradict the objective, or if a column of the objective is missing.
     """
     info, data = config.global_batch_info, _micro_batch.get({})
-    read = {name for pair in objective.pairs for name in pair.split("_")} | {
-        p.to for p in objective.penalties if p.coef
-    }
-    if any(penalty.coef and penalty.behaviour == "mu" for penalty in objective.penalties) or objective.own_functions:
-        read.add("mu")
+    read = policies_read(objective) | ({"mu"} if objective.own_functions else set())
     num_tokens = info.get("batch_num_tokens")
     is_part = num_tokens is not None and (info["dp_size"] > 1 or int(response_mask.sum()) < num_tokens)
-    _refuse(name, {
+    refuse(f"{name}: ", {
         f"its aggregation is {objective.aggregation!r}, but actor.loss_agg_mode is {loss_agg_mode!r}, by which verl "
         f"adds entropy and KL: set actor.loss_agg_mode={objective.aggregation}":
             loss_agg_mode != objective.aggregation,
@@ -133,12 +130,12 @@ def advantage(
     token_level_rewards, response_mask: [N, r]. ConfigError, with the name, if the advantage needs more than rewards,
     and if the objective leaves responses out that are in the batch.
     """
-    _refuse(name, _no_advantage(objective))
+    refuse(f"{name}: ", _no_advantage(objective))
     rewards, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
     groups = np.unique(index, return_inverse=True)[1]
     if objective.selection != "all":
         trains = select_responses(objective, rewards, groups, lengths=lengths).to(lengths.device)
-        _refuse(name, {
+        refuse(f"{name}: ", {
             "it leaves out responses of groups without contrast, which verl's denominators count: set "
             "algorithm.filter_groups.enable=True, so that they are sampled again": (~trains & (lengths > 0)).any()
         })  # fmt: skip
@@ -151,12 +148,6 @@ def _no_advantage(objective: Objective) -> dict[str, object]:
         "verl hands an advantage one reward per token, and no reference or old log-probabilities or rewards of steps: "
         "choose megarl_grpo with algorithm.use_kl_in_reward=True": objective.advantage in ("token_level_kl", "process")
     }
-
-
-def _refuse(name: str, problems: Mapping[str, object]) -> None:
-    for message, is_wrong in problems.items():
-        if is_wrong:
-            raise ConfigError(f"{name}: {message}")
 
 
 def _padded(column: Tensor) -> Tensor:

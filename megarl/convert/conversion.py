@@ -7,24 +7,18 @@ import math
 import os
 from argparse import Namespace
 from dataclasses import asdict
-from itertools import chain, compress
+from functools import partial
+from itertools import accumulate, chain, compress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
-from megarl.convert.megatron_files import (
-    HF_FOLDER,
-    Keys,
-    MegatronCheckpoint,
-    Piece,
-    parameter_shape,
-    torch_dist_folder,
-    units_of,
-)
+from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
+from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
@@ -40,11 +34,11 @@ def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
     """
     shape = read_shape(source)
     keys = Keys.of_megatron(shape, options.layers)
-    units = units_of(shape)
+    units = megatron_files.units_of(shape)
     with HFCheckpoint(source) as hf:
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
         require_unchanged(source)
-        chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
+        chunks = [[chunk for piece in unit for chunk in _chunks(piece, keys, shape, hf, options)] for unit in units]
         states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         num_bytes = sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in chain(*chunks))
         job = ConversionJob(out, source, source, options)
@@ -67,7 +61,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     model: a folder with config and tokenizer; None for the folder inside a converted checkpoint. ConfigError without
     its config.json, and as ``to_megatron``.
     """
-    source = torch_dist_folder(source)
+    source = megatron_files.torch_dist_folder(source)
     model = model or source / HF_FOLDER
     if not (model / "config.json").is_file():
         raise ConfigError(
@@ -77,7 +71,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
-    pieces = list(chain(*units_of(shape)))
+    pieces = list(chain(*megatron_files.units_of(shape)))
     dtypes = [options.dtype_of(piece.rule.hf[0], megatron.dtype(piece)) for piece in pieces]
     cast_dtypes = set(compress(dtypes, (not is_fp32(piece.rule.hf[0]) for piece in pieces)))
     config_dtype = cast_dtypes.pop() if len(cast_dtypes) == 1 else None  # a config names a single dtype, or no dtype
@@ -98,18 +92,24 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     return job.publish(to="hf", bytes=sum(lengths), **about)
 
 
-def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
-    place = keys.place(piece, shape)
+def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
-        names = ", ".join(piece.hf)
-        raise CheckpointError(f"{hf.path}: {names} are one parameter, but have dtypes {dtypes}; ask for --dtype")
+        raise CheckpointError(
+            f"{hf.path}: {some(piece.hf)} are one parameter, but have dtypes {dtypes}; ask for --dtype"
+        )
     (dtype,) = dtypes
 
-    def make() -> torch.Tensor:
-        return LAYOUTS[piece.rule.layout].cut([_cast(name, hf.read(name), dtype) for name in piece.hf], 0, 1, shape)
+    def make(first: int, rows: int) -> torch.Tensor:
+        tensors = [_cast(name, hf.read(name), dtype) for name in piece.hf]
+        return LAYOUTS[piece.rule.layout].cut(tensors, 0, 1, shape)[first : first + rows]
 
-    return Chunk(place, parameter_shape(piece, shape), dtype, make)
+    parts = keys.parts(piece, shape)
+    ends = accumulate((rows for _, (rows, *_) in parts), initial=0)
+    return [
+        Chunk(place, inner, dtype, partial(make, first, inner[0]))
+        for first, (place, inner) in zip(ends, parts, strict=False)
+    ]
 
 
 def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:
@@ -170,7 +170,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
     """
     if not source.exists():
         raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
-    checkpoint = torch_dist_folder(source)
+    checkpoint = megatron_files.torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
         result = to_hf(checkpoint, out, model, options)
     elif os.path.lexists(source / "config.json"):
@@ -178,9 +178,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
         result = to_megatron(source, out, options)
     else:
-        raise ConfigError(
-            f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
-        )
+        raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")
     if line := describe_left_out(result["dropped"]):
         print(printable(line))
     names = f"{result['family']}, names of {result['keys']['layers']} layers"

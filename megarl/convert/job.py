@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from megarl.core.fp8 import BLOCK
 from megarl.errors import CheckpointError, MegarlError, some
 from megarl.files import outputs
-from megarl.files.outputs import partial_of, replace_folder, require_apart, require_own
 from megarl.files.writing import describe_write_error, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.folders import read_manifest
@@ -94,11 +93,11 @@ class ConversionJob:
 
         ConfigError if ``out`` would replace the source or the model.
         """
-        require_apart(out, source, model)
+        outputs.require_apart(out, source, model)
         self.out = out.resolve()  # a link stays; its target is replaced
-        self.folder = partial_of(self.out)
+        self.folder = outputs.partial_of(self.out)
         self._overwrite = options.overwrite
-        require_own(self.out)
+        outputs.require_own(self.out)
         self._require_free("exists; remove it, choose another folder, or ask for --overwrite")
         with self.writing():
             outputs.begin(self.folder, _WRITTEN, model)
@@ -158,7 +157,7 @@ class ConversionJob:
             write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
             outputs.seal(self.folder)
             self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")
-            replace_folder(self.folder, self.out)
+            outputs.replace_folder(self.folder, self.out)
         return manifest
 
 

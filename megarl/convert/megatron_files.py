@@ -14,7 +14,7 @@ from megarl.errors import CheckpointError
 from megarl.files.foreign_json import read_regular
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import describe_faults
-from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
+from megarl.models.names import LAYOUTS, Rule, dimensions, row_blocks, rules_of
 from megarl.models.shapes import ModelShape
 
 _FUSED_IN_LOCAL = {
@@ -22,6 +22,7 @@ _FUSED_IN_LOCAL = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Names of parameters in checkpoints of local layers with grouped attention."""
+_STATELESS = ("router", "self_attention", "conv1d", "out_norm")
 _LAYER = "layers.{layer}."
 _LAYERS: tuple[Literal["local", "te"], ...] = ("local", "te")
 HF_FOLDER = "huggingface"
@@ -57,13 +58,13 @@ class Keys:
 
     @staticmethod
     def all_of(shape: ModelShape) -> "list[Keys]":
-        can_stack = len(shape.moe_layers) in (0, shape.num_layers)
+        can_stack = len(shape.moe_layers) in (0, shape.num_layers) and not shape.linear_layers
         return [Keys(layers, stacked) for stacked in ([False, True] if can_stack else [False]) for layers in _LAYERS]
 
     @staticmethod
     def of_megatron(shape: ModelShape, layers: Literal["local", "te"]) -> "Keys":
         """Return Megatron's scheme: layers are stacked unless ``moe_layer_freq`` is a list, as in a MoE model."""
-        return Keys("local" if shape.norm_over_heads else layers, stacked=not shape.moe_layers)
+        return Keys("local" if shape.norm_over_heads else layers, stacked=not (shape.moe_layers or shape.linear_layers))
 
     def place(self, piece: Piece, shape: ModelShape) -> Place:
         """Return the place of a parameter."""
@@ -77,6 +78,13 @@ class Keys:
         if rule.scope == "expert":
             index, sizes = [*index, expert], [*sizes, shape.num_experts]
         return Place(name, tuple(index), tuple(sizes))
+
+    def parts(self, piece: Piece, shape: ModelShape) -> list[tuple[Place, tuple[int, ...]]]:
+        """Return place and shape of the tensors that hold a parameter: blocks of its rows, or the whole."""
+        place, whole = self.place(piece, shape), parameter_shape(piece, shape)
+        blocks = row_blocks(piece.rule.layout, shape).items()
+        parts = [(replace(place, key=f"{place.key}.{name}"), (rows, *whole[1:])) for name, rows in blocks]
+        return parts or [(place, whole)]
 
     def _name(self, rule: Rule, shape: ModelShape) -> str:
         if rule.scope in ("expert", "experts"):  # equal for both kinds of layers
@@ -97,7 +105,8 @@ class Keys:
         module = place.key.rpartition(".")[0]
         leaf = module.rpartition(".")[2]
         is_whole = piece.rule.scope == "model" and leaf != "final_layernorm"
-        if is_whole or not (leaf.startswith("linear_") or self.layers == "te"):
+        is_linear = leaf.startswith("linear_") or leaf in ("in_proj", "out_proj")
+        if is_whole or leaf in _STATELESS or not (is_linear or self.layers == "te"):
             return []
         indices, sizes = [place.index or (0,)], place.sizes or (1,)
         if piece.rule.scope == "experts":  # each has one
@@ -107,7 +116,7 @@ class Keys:
         modules = [module]
         if self.layers == "te" and leaf == "linear_proj":
             modules.append(module.replace("linear_proj", "core_attention"))
-        return [f"{name}._extra_state/{shard}" for name in modules if leaf != "router" for shard in shards]
+        return [f"{name}._extra_state/{shard}" for name in modules for shard in shards]
 
 
 def units_of(shape: ModelShape) -> list[list[Piece]]:
@@ -158,15 +167,18 @@ class MegatronCheckpoint:
         self._stored = self._reader.tensors
         self._check_model()
         pieces = list(chain(*units_of(shape)))
-        schemes = [(keys, {keys.place(piece, shape).key for piece in pieces}) for keys in Keys.all_of(shape)]
+        schemes = [
+            (keys, {place.key for piece in pieces for place, _ in keys.parts(piece, shape)})
+            for keys in Keys.all_of(shape)
+        ]
         self.keys, expected = min(schemes, key=lambda scheme: len(scheme[1] - self._stored.keys()))
         unexpected = [key for key in self._stored if key not in expected and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(unexpected, pattern)})
         faults = {"missing": list(expected - {*self._stored}), "unknown": list({*unexpected} - {*self.dropped})}
         if text := describe_faults(faults):
             raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {text}")
-        for piece in pieces:
-            place, inner = self.keys.place(piece, shape), parameter_shape(piece, shape)
+        parts = ((piece, *part) for piece in pieces for part in self.keys.parts(piece, shape))
+        for piece, place, inner in parts:
             size, wanted = tuple(self._stored[place.key].size), (*place.sizes, *inner)
             is_padded = piece.rule.layout == "vocab" and size[1:] == wanted[1:] and size[0] > wanted[0]
             if size != wanted and not is_padded:
@@ -188,8 +200,9 @@ class MegatronCheckpoint:
 
     def dtype(self, piece: Piece) -> torch.dtype:
         """Return the stored dtype of a parameter."""
-        return self._stored[self.keys.place(piece, self.shape).key].properties.dtype
+        return self._stored[self.keys.parts(piece, self.shape)[0][0].key].properties.dtype
 
     def read(self, piece: Piece) -> torch.Tensor:
         """Return the whole parameter [...]; a vocabulary may be padded."""
-        return self._reader.read(self.keys.place(piece, self.shape))
+        parts = [self._reader.read(place) for place, _ in self.keys.parts(piece, self.shape)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -16,15 +16,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
@@ -43,10 +36,10 @@ class Place:
     sizes: tuple[int, ...]
     """Lengths of these axes."""
 
-    def chunk(self, shape: Sequence[int]) -> ChunkStorageMetadata:
+    def chunk(self, shape: Sequence[int]) -> dcp.ChunkStorageMetadata:
         """Return offsets and sizes in the global tensor of a parameter with this shape."""
         offsets, sizes = (*self.index, *(0 for _ in shape)), (*(1 for _ in self.index), *shape)
-        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        return dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +52,14 @@ class Chunk:
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
 
-    def bounds(self) -> ChunkStorageMetadata:
+    def bounds(self) -> dcp.ChunkStorageMetadata:
         return self.place.chunk(self.shape)
 
     def global_size(self) -> torch.Size:
         return torch.Size((*self.place.sizes, *self.shape))
 
 
-def _make_data(chunks: Mapping[MetadataIndex, Chunk], item: WriteItem) -> torch.Tensor | io.BytesIO:
+def _make_data(chunks: Mapping[dcp.MetadataIndex, Chunk], item: WriteItem) -> torch.Tensor | io.BytesIO:
     if item.type == WriteItemType.BYTE_IO:
         buffer = io.BytesIO()
         torch.save([None], buffer)
@@ -81,10 +74,12 @@ def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states:
     items: list[WriteItem] = []
     for chunk in chunks:
         bounds = chunk.bounds()
-        data = TensorWriteData(bounds, TensorProperties(dtype=chunk.dtype), chunk.global_size())
-        items.append(WriteItem(MetadataIndex(chunk.place.key, bounds.offsets), WriteItemType.SHARD, tensor_data=data))
+        data = TensorWriteData(bounds, dcp.TensorProperties(dtype=chunk.dtype), chunk.global_size())
+        items.append(
+            WriteItem(dcp.MetadataIndex(chunk.place.key, bounds.offsets), WriteItemType.SHARD, tensor_data=data)
+        )
     by_index = dict(zip((item.index for item in items), chunks, strict=True))
-    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
+    items += [WriteItem(dcp.MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
     planner: Any = SimpleNamespace(resolve_data=partial(_make_data, by_index))  # the only method that the writer calls
     return FileSystemWriter(folder, thread_count=1).write_data(plan, planner).wait()
@@ -96,10 +91,10 @@ def write_metadata(
     """Write ``.metadata`` and ``metadata.json`` for the files; the caller writes ``common.pt``."""
     tensors: dict[str, Any] = {}
     for chunk in chunks:
-        meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), chunk.global_size(), [])
+        meta = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=chunk.dtype), chunk.global_size(), [])
         tensors.setdefault(chunk.place.key, meta).chunks.append(chunk.bounds())
-    objects = {name: BytesStorageMetadata() for name in extra_states}
-    FileSystemWriter(folder).finish(Metadata({**tensors, **objects}), written)
+    objects = {name: dcp.BytesStorageMetadata() for name in extra_states}
+    FileSystemWriter(folder).finish(dcp.Metadata({**tensors, **objects}), written)
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     about |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(about))
@@ -136,15 +131,13 @@ class TorchDistReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not (path / "metadata.json").is_file() or not (path / ".metadata").is_file():
-            raise CheckpointError(
-                f"{path} holds no metadata.json and .metadata, expected the folder of a torch_dist checkpoint"
-            )
+            raise CheckpointError(f"{path} holds no metadata.json and .metadata, expected a torch_dist checkpoint")
         self._reader = FileSystemReader(path)
         with _explain_damage(path / ".metadata"):
             self._metadata = load_metadata(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         stored = self._metadata.state_dict_metadata
-        self.tensors = {key: meta for key, meta in stored.items() if isinstance(meta, TensorStorageMetadata)}
+        self.tensors = {key: meta for key, meta in stored.items() if isinstance(meta, dcp.TensorStorageMetadata)}
         """Every tensor by key."""
         for stored in self._metadata.storage_data.values():
             with _explain_damage(path / ".metadata"):
@@ -154,7 +147,7 @@ class TorchDistReader:
 
     def common(self) -> dict[str, Any]:
         """Return the state of ``common.pt``, from Megatron 0.19 on stored among the tensors; {} without a state."""
-        file, place = self.path / "common.pt", self._metadata.storage_data.get(MetadataIndex(_COMMON))
+        file, place = self.path / "common.pt", self._metadata.storage_data.get(dcp.MetadataIndex(_COMMON))
         state: Any = None
         with _explain_damage(file if file.is_file() else f"{self.path}: its common state"):
             if file.is_file():

@@ -23,9 +23,7 @@ _SMALLEST = 1e-12
 _LINEAR = re.compile(r"\.(?!eh_proj\.|weights_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123]|wq_b|wk)\.weight$")
 """Projections of attention, indexers, MLPs and experts. The ``eh_proj`` of a prediction layer and the ``weights_proj``
 of an indexer are plain linear layers in engines."""
-_HIGH_PRECISION = re.compile(
-    r"((^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|weights_proj)\.weight|bias)$"
-)
+_HIGH = re.compile(r"((^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|weights_proj)\.weight|bias)$")
 
 
 @cache  # every update asks for the same names
@@ -39,7 +37,7 @@ def is_fp8_weight(name: str) -> bool:
 
 def is_known_precision(name: str) -> bool:
     """Return whether FP8 engines are known to hold the matrix in FP8, or known to hold it in high precision."""
-    return is_fp8_weight(name) or _HIGH_PRECISION.search(name) is not None
+    return is_fp8_weight(name) or _HIGH.search(name) is not None
 
 
 def fp8_config(keep: Sequence[str], block: tuple[int, int] = BLOCK) -> dict[str, Any]:

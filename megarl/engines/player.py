@@ -121,21 +121,19 @@ class EpisodeError(Exception):
     """This episode cannot continue; other episodes can."""
 
 
+@dataclass(eq=False)
 class Player:
     """Plays episodes and has them judged, in one event loop at a time."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        judge: Judge,
-        limits: EpisodeLimits,
-        environment: Environment | None = None,
-        concurrency: int = 4,
-    ) -> None:
-        """concurrency: how many answers the environment works on at a time."""
-        self._tokenizer, self._judge, self._limits = tokenizer, judge, limits
-        self._environment = environment
-        self._places, self._concurrency = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore](), concurrency
+    tokenizer: PreTrainedTokenizerBase
+    judge: Judge
+    limits: EpisodeLimits
+    environment: Environment | None = None
+    concurrency: int = 4
+    """How many answers the environment works on at a time."""
+
+    def __post_init__(self) -> None:
+        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
         """Draw and judge one sample. Failures of environment or reward, and refused requests, are part of the sample.
@@ -150,9 +148,9 @@ class Player:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)
             return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
-        skip = not self._judge.special_tokens
-        text = str(self._tokenizer.decode(played.rollout.response_tokens.tolist(), skip_special_tokens=skip))
-        verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
+        skip = not self.judge.special_tokens
+        text = str(self.tokenizer.decode(played.rollout.response_tokens.tolist(), skip_special_tokens=skip))
+        verdict = await self.judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
         steps = self._find_steps(played, played.rollout, verdict)
         failure = None
         if verdict.error is not None:
@@ -167,16 +165,16 @@ class Player:
         prompt: the text of the request's tokens. Failures of the environment and deadlines fail this episode alone;
         errors of the engine are raised.
         """
-        if self._environment is None:
+        if self.environment is None:
             rollout = await session.sample(request)
             return EpisodeResult(rollout, [rollout.num_tokens - 1], [None])
-        result, limits = EpisodeResult(), self._limits
+        result, limits = EpisodeResult(), self.limits
         episode: Episode | None = None
         failure, passing = None, True
         try:
             async with asyncio.timeout(None) as clock:
                 with _foreign("the environment failed to begin"):
-                    episode = self._environment.begin(prompt, request.seed)
+                    episode = self.environment.begin(prompt, request.seed)
                 await self._play_turns(result, session, request, episode, clock)
         except TimeoutError:
             failure = f"the episode took more than {limits.episode_s:g} s"
@@ -199,8 +197,8 @@ class Player:
         self, result: EpisodeResult, session: Session, request: SampleRequest, episode: Episode, clock: asyncio.Timeout
     ) -> None:
         """Add turns to the result until the episode has ended."""
-        tokenizer, limits = self._tokenizer, self._limits
-        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency))
+        tokenizer, limits = self.tokenizer, self.limits
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
         tokens, prompt_length = request.prompt_tokens, len(request.prompt_tokens)
         for index in range(limits.turns):
             budget = limits.tokens_left(len(tokens), prompt_length)
@@ -235,7 +233,7 @@ class Player:
 
     def close(self) -> None:
         """End the processes of the reward."""
-        self._judge.close()
+        self.judge.close()
 
     def _find_steps(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
         """Collect the process rewards: of turns with a reward from the environment, and of the reward function's steps.
@@ -250,8 +248,8 @@ class Player:
             rewards.append((rollout.num_tokens - 1, verdict.reward))
         else:
             ends = [step.end for step in verdict.steps]
-            response, special = rollout.response_tokens, self._judge.special_tokens
-            tokens = step_tokens(self._tokenizer, response, ends, special) + rollout.prompt_length
+            response, special = rollout.response_tokens, self.judge.special_tokens
+            tokens = step_tokens(self.tokenizer, response, ends, special) + rollout.prompt_length
             rewards += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
         return tuple(sorted(rewards))
 

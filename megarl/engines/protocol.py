@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -92,24 +93,16 @@ ends the sampling."""
 class Engine(Protocol):
     """Samples responses, and takes new weights from the trainer."""
 
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights for the next token; -1 before the first update."""
-        ...
+    weight_version: int = -1
+    """Version of the weights for the next token; -1 before the first update."""
+    receives_weights: bool = True
+    """Whether this rank needs the tensors of an update; the other ranks only help to gather the tensors."""
+    answer_counts: Mapping[str, int] = MappingProxyType({})
+    """Counts of this rank in the last ``converse``; empty without servers.
 
-    @property
-    def receives_weights(self) -> bool:
-        """Whether this rank needs the tensors of an update; the other ranks only help to gather the tensors."""
-        return True
-
-    @property
-    def answer_counts(self) -> Mapping[str, int]:
-        """Counts of this rank in the last ``converse``; empty without servers.
-
-        wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP
-        408, 413, 429, 5xx), sent again.
-        """
-        return {}
+    wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP 408,
+    413, 429, 5xx), sent again.
+    """
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """Run the episodes that ``begin`` starts, and their successors, in a new event loop.

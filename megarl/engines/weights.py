@@ -20,7 +20,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -31,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
 from megarl.errors import ConfigError, WeightSyncError, describe
-from megarl.files.hf_config import FAMILIES, flatten, hf_name, is_beside_text, is_turned
+from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
 from megarl.models.hf_files import split_by_size
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
@@ -95,8 +94,11 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     live = dict(model.named_parameters())  # a tied parameter is listed once
     live |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    kind = getattr(model.config, "checkpoint_type", model.config.model_type)
+    hidden = model.config.get_text_config().hidden_size
+    views = {name: tensor.detach() for name, tensor in live.items()}
     with _WithoutCopies():
-        views = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in live.items()})
+        views = views if family_entry(kind, "as_built") else revert_weight_conversion(model, views)
 
     storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     for name, view in views.items():
@@ -109,8 +111,6 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             f"the checkpoint names of {type(model).__name__} cover {covered} numbers, its parameters hold {expected}: "
             "transformers' conversion of this architecture is not understood"
         )
-    kind, hidden = model.config.model_type, model.config.get_text_config().hidden_size
-    kind = getattr(model.config, "checkpoint_type", kind)
     turned = {name: view.transpose(1, 2) for name, view in views.items() if is_turned(kind, name, view.shape, hidden)}
     names = {name: hf_name(kind, name) if model.config.model_type != kind else name for name in views}
     return {names[name]: turned.get(name, view) for name, view in views.items() if not is_beside_text(kind, name)}
@@ -124,14 +124,17 @@ def read_model_config(folder: str | Path) -> PretrainedConfig:
     while family not in CONFIG_MAPPING and "like" in FAMILIES.get(family, {}):
         family = FAMILIES[family]["like"]
     if family == kind:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if kind == "minimax_m2" and (width := hf.get("rotary_dim")):  # which the class of transformers does not read
+            config.rope_parameters["partial_rotary_factor"] = width / config.head_dim
+        return config
     kept = {key: value for key, value in flatten(hf).items() if key not in ("model_type", "auto_map")}
     return AutoConfig.for_model(family, **kept, checkpoint_type=kind)
 
 
 def auto_class(config: PretrainedConfig) -> Any:
     """transformers' class that builds the model of a config: of text, or of images and text."""
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    return AutoModelForImageTextToText if family_entry(config.model_type, "text") else AutoModelForCausalLM
 
 
 @cache
@@ -219,9 +222,8 @@ class Bucket:
         if self.ready is None:
             return self
         with self.beside():
-            return self._over(
-                torch.empty_like(self.flat, device="cpu", pin_memory=True).copy_(self.flat, non_blocking=True)
-            )
+            host = torch.empty_like(self.flat, device="cpu", pin_memory=True)
+            return self._over(host.copy_(self.flat, non_blocking=True))
 
     def spare(self) -> Self:
         """Return a copy in new host memory."""

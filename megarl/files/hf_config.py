@@ -22,14 +22,17 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
 ROPE: Mapping[str, Any] = _TABLES["rope"]
 LACKING: Mapping[str, str] = _TABLES["lacking"]
 """Unsupported model types -> the feature that megarl lacks."""
+_MAPS = tomllib.loads(Path(__file__).with_name("layer_maps.toml").read_text(encoding="utf-8"))
+LAYER_MAPS: Mapping[str, Mapping[str, Any]] = _MAPS["types"]
+"""Model types of which only the MoE layers are read, and their keys."""
 _FEATURES = {name: re.compile(rf"(?:^|[_.])(?:{words})", re.IGNORECASE) for name, words in _TABLES["features"].items()}
-_ALL = (COMMON, ROPE, *FAMILIES.values())
-BOUNDS: Mapping[str, tuple[float, float]] = _TABLES["bounds"]
+_ALL = (COMMON, ROPE, *FAMILIES.values(), *LAYER_MAPS.values())
+BOUNDS: Mapping[str, tuple[float, float]] = _TABLES["bounds"] | _MAPS["bounds"]
 """Least and largest value of each number; a bound with a decimal point allows a decimal point."""
 _KINDS = {
     **{key: type(high) for key, (_, high) in BOUNDS.items()},
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
-    **dict.fromkeys(("architectures", "indexer_types", "layer_types", "mlp_layer_types", "mlp_only_layers"), list),
+    **dict.fromkeys(("architectures", "indexer_types", "layer_types", "mlp_only_layers", "moe_layers"), list),
     "index_topk_pattern": str,
     **{key: type(value) for table in _ALL for key, value in table.get("defaults", {}).items()},
 }
@@ -91,7 +94,7 @@ class HFConfig:
             return value
         is_kind = type(value) in ((int, float) if kind is float else (kind,))
         if isinstance(value, list):
-            is_kind = is_kind and {type(item) for item in value} <= {int if key == "mlp_only_layers" else str}
+            is_kind = is_kind and {type(item) for item in value} <= {int if key.endswith("_layers") else str}
         low, high = BOUNDS.get(key, (0, 0))
         if not is_kind or (isinstance(value, (int, float)) and high and not low <= value <= high):
             limits = f" from {low:g} to {high:g}" if high else ""
@@ -197,23 +200,48 @@ def count_prediction_layers(hf: Mapping[str, Any]) -> int:
 
 
 def find_quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation table of a config.json; None without quantisation."""
-    quantised = next((hf[key] for key in QUANTIZATION if hf.get(key) not in (None, {})), None)
+    """Return the quantisation table of a config.json, or of its text model; None without quantisation."""
+    tables = [table for table in (hf, hf.get("text_config")) if isinstance(table, Mapping)]
+    entries = (table[key] for table in tables for key in QUANTIZATION if table.get(key) not in (None, {}))
+    quantised = next(entries, None)
     return quantised if isinstance(quantised, dict) or quantised is None else {"quant_method": quantised}
 
 
-def read_fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (rows, columns) of the FP8 blocks; None without quantisation. ConfigError for another quantisation."""
+def read_weight_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (rows, columns) of the FP8 blocks; None if the scales tell, and without quantisation.
+
+    ConfigError for a quantisation whose weights megarl cannot read.
+    """
     if (table := find_quantization(hf)) is None:
         return None
-    block = table.get("weight_block_size")
-    is_fp8 = table.get("quant_method") == "fp8" and table.get("fmt", "e4m3") == "e4m3"
-    if not is_fp8 or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+    method, block, weights = table.get("quant_method"), table.get("weight_block_size"), _compressed_weights(table)
+    readable = method in ("fp8", "mxfp8", "mxfp4") and table.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    if method == "compressed-tensors" and weights:
+        readable, block = True, weights[0].get("block_structure")
+    is_block = isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) >= 1
+    if not readable or not (block is None or is_block):
         raise ConfigError(
-            f"the model is quantised by {table.get('quant_method')!r} with blocks {block!r}; expected no "
-            "quantization_config, or 'fp8' (e4m3) with blocks of two dimensions: take the model in high precision"
+            f"the model is quantised by {method!r} with blocks {block!r}; expected no quantization_config, or 'fp8' "
+            "(e4m3), 'mxfp8', 'mxfp4', or 'compressed-tensors' with symmetric FP8 or INT4 weights: take the model in "
+            "high precision"
         )
-    return block[0], block[1]
+    return None if block is None else (block[0], block[1])
+
+
+def _compressed_weights(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what compressed-tensors' table says of each group of weights; [] if megarl cannot read a group."""
+    formats = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+    try:
+        weights = [group["weights"] for group in table["config_groups"].values()]
+        kinds = {
+            (each["type"], each["num_bits"], each.get("symmetric", True), each.get("actorder")) for each in weights
+        }
+    except (AttributeError, KeyError, TypeError):
+        return []
+    orders = (None, "static", "weight")  # of the columns; other orders have a g_idx
+    expected = {(*kind, True, order) for kind in (("float", 8), ("int", 4)) for order in orders}
+    is_readable = kinds <= expected and table.get("format") in formats and not table.get("transform_config")
+    return weights if is_readable else []
 
 
 DENSE = tuple(
@@ -226,57 +254,97 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """Which layers of a model have experts, and how many: the shape of its routing traces. A dense model has none."""
+    """Which layers of a model have experts, and how many: the shape of its routing traces. A dense model has none.
+
+    Routers of ``exempt_layers`` do not choose: they take the experts of a token from a table (DeepSeek-V4's first
+    layers). Traces leave these layers out, and replay leaves them alone, because every engine finds the same experts.
+    """
 
     num_layers: int  # all decoder layers, dense ones included
-    moe_layers: tuple[int, ...]  # 0-based indices of the L MoE layers
+    moe_layers: tuple[int, ...]  # 0-based indices of the L MoE layers whose routers choose: the columns of a trace
     num_experts: int  # E
     topk: int  # K
+    exempt_layers: tuple[int, ...] = ()  # 0-based indices of the other MoE layers
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        return tuple(sorted(set(range(self.num_layers)) - set(self.moe_layers)))
+        return tuple(sorted(set(range(self.num_layers)) - {*self.moe_layers, *self.exempt_layers}))
+
+    def __str__(self) -> str:
+        table = f", layers {[*self.exempt_layers]} take experts from a table of token ids" if self.exempt_layers else ""
+        return f"{len(self.moe_layers)} of {self.num_layers} layers have routes{table}"
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> MoeShape:
-        """Read a model's config.json. ConfigError for a family that megarl does not know."""
-        if (kind := str(hf.get("model_type"))) not in FAMILIES:
-            raise ConfigError(
-                f"model type {kind!r} is not known, expected {', '.join(FAMILIES)}: make the MoeShape of another model "
-                "from its number of layers, the indices of its MoE layers, its number of experts, and its top-k"
-            )
-        config = HFConfig.of(hf)
-        return MoeShape(config["num_hidden_layers"], (), 0, 0) if kind in DENSE else read_moe(config)
+        """Read a model's config.json, also of families that the trainer does not build (``LAYER_MAPS``).
+
+        The text model within a larger one counts. ConfigError for a family that megarl does not know.
+        """
+        if (kind := str(hf.get("model_type"))) in FAMILIES:
+            config = HFConfig.of(hf)
+            return MoeShape(config["num_hidden_layers"], (), 0, 0) if kind in DENSE else read_moe(config)
+        if kind in LAYER_MAPS:
+            topk = hf.get("moe_topk")
+            if isinstance(topk, list) and topk[:1] * len(topk) == topk:  # Hunyuan's, the same in each layer
+                hf = {**hf, "moe_topk": next(iter(topk), None)}
+            return read_moe(HFConfig(hf, {"sizes": ("num_hidden_layers", "num_experts_per_tok")}, LAYER_MAPS[kind]))
+        if isinstance(text := hf.get("text_config"), Mapping):
+            return MoeShape.of({"model_type": f"{kind}_text", **text, "text_config": None})
+        raise ConfigError(
+            f"model type {kind!r} is not known, expected {', '.join([*FAMILIES, *LAYER_MAPS])}: make the MoeShape of "
+            "another model from its number of layers, the indices of its MoE layers, its number of experts, its top-k, "
+            "and the indices of MoE layers that take experts from a table of token ids"
+        )
 
     @staticmethod
     def of_megatron(config: Any) -> MoeShape:
         """Read Megatron's ``TransformerConfig``; without experts it has no MoE layers."""
         count, frequency = config.num_layers, config.moe_layer_freq
         is_moe = frequency if isinstance(frequency, list) else [index % frequency == 0 for index in range(count)]
-        layers = tuple(index for index, moe in enumerate(is_moe) if moe) if config.num_moe_experts else ()
-        return MoeShape(count, layers, config.num_moe_experts or 0, config.moe_router_topk if layers else 0)
+        layers = [index for index, moe in enumerate(is_moe) if moe] if config.num_moe_experts else []
+        # Fields of Megatron-LM's dev and main branches; no release up to 0.19 has layers with a table.
+        hashed = max(getattr(config, name, 0) for name in ("moe_n_hash_layers", "moe_num_hash_layers"))
+        chosen, exempt = (tuple(i for i in layers if (i < hashed) is side) for side in (False, True))
+        return MoeShape(count, chosen, config.num_moe_experts or 0, config.moe_router_topk if layers else 0, exempt)
 
 
 def read_moe(hf: HFConfig) -> MoeShape:
     """Return the shape in a config of one family. ConfigError if they contradict each other."""
-    num_layers, dense = hf["num_hidden_layers"], hf.get("mlp_only_layers") or ()
+    kinds: Any = hf.get("mlp_layer_types")
+    num_layers = hf.get("num_layers") or hf["num_hidden_layers"] or len(kinds or ())
+    names = [name for group in _MAPS["kinds"].values() for name in group]
+    is_list = isinstance(kinds, list | str) and len(kinds) >= num_layers and all(map(names.count, kinds))
+    is_trained = hf.values.get("model_type") in FAMILIES
+    if kinds is not None and not (is_list and (len(kinds) == num_layers or not is_trained)):
+        label = f"{hf._labels.get('mlp_layer_types', 'mlp_layer_types')} is {reprlib.repr(kinds)}"
+        expected = f"for each of num_hidden_layers, {num_layers}, one of {str(names)[1:-1]}"
+        raise ConfigError(f"{label}, expected {expected}")
+    if hf.get("enable_moe_block") is False:
+        return MoeShape(num_layers, (), 0, 0)
+    dense, stated = hf.get("mlp_only_layers") or (), hf.get("moe_layers")
+    for key, layers in (("mlp_only_layers", dense), ("moe_layers", stated or ())):
+        if len(layers) > num_layers or not all(0 <= layer < num_layers for layer in layers):
+            raise ConfigError(f"{key} is {reprlib.repr(layers)}, expected some of layers 0 to {num_layers - 1}")
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
-    if len(dense) > num_layers or not all(0 <= layer < num_layers for layer in dense):
-        raise ConfigError(f"mlp_only_layers is {reprlib.repr(dense)}, expected some of layers 0 to {num_layers - 1}")
-    layers = [i for i in range(first, num_layers) if i not in dense and (i + 1) % step == 0]
-    if (kinds := hf.get("mlp_layer_types")) is not None:
-        stated, layers = layers, [i for i, kind in enumerate(kinds) if kind == "sparse"]
-        is_stated = "first_k_dense_replace" in hf.values
-        if {*kinds} - {"dense", "sparse"} or len(kinds) != num_layers or (is_stated and stated != layers):
-            expected = f"'dense' or 'sparse' for each of {num_layers} layers, the same as by first_k_dense_replace"
-            raise ConfigError(f"mlp_layer_types is {reprlib.repr(kinds)}, expected {expected}")
+    last, num_hashed = hf.get("moe_layer_end_index"), hf.get("num_hash_layers") or 0
+    end = num_layers if last in (None, -1) else min(last + 1, num_layers)
+    moe = [i for i in range(first, end) if i not in dense and (i + 1) % step == 0]
+    moe = moe if stated is None else sorted({*stated})
+    if kinds:
+        by_step, moe = moe, [i for i in range(num_layers) if kinds[i] not in _MAPS["kinds"]["none"]]
+        if "first_k_dense_replace" in hf.values and by_step != moe:
+            raise ConfigError(
+                f"mlp_layer_types is {reprlib.repr(kinds)}, expected the layers with experts of first_k_dense_replace"
+            )
+    exempt = [i for i in moe if (kinds[i] in _MAPS["kinds"]["table"] if kinds else i < num_hashed)]
     counts = {key: count for key in _EXPERT_COUNTS if (count := hf.get(key))}
-    num_experts, topk = min(counts.values()), hf["num_experts_per_tok"]
-    if max(counts.values()) != num_experts:
+    num_experts, topk = min(counts.values(), default=0), hf["num_experts_per_tok"]
+    if max(counts.values(), default=0) != num_experts:
         raise ConfigError(f"the numbers of experts are {counts}, expected one number")
+    num_experts += hf.get("zero_expert_num") or 0
     if topk > num_experts:
         raise ConfigError(f"num_experts_per_tok is {topk}, expected at most the {num_experts} experts")
     if num_layers * num_experts > (most := BOUNDS["experts_of_all_layers"][1]):
         found = f"num_hidden_layers is {num_layers} with {num_experts} experts each"
         raise ConfigError(f"{found}, expected at most {most} experts in all")
-    return MoeShape(num_layers, tuple(layers), num_experts, topk)
+    return MoeShape(num_layers, tuple(i for i in moe if i not in exempt), num_experts, topk, tuple(exempt))

@@ -20,7 +20,7 @@ from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
-from megarl.replay.megatron_state import cp_position, tp_position
+from megarl.replay.megatron_state import cp_position, replaced, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic
     from megarl.config import Config
@@ -120,14 +120,10 @@ def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     timeout = c10d._get_default_group()._get_backend(torch.device(torch.cuda.current_device())).options._timeout
     # torch's own name counts the groups that a rank is in, and the ranks of a pipeline's ends are in more: the others
     # would wait under another name. A name of ranks alone serves a single group, which outlasts the layout.
-    original, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
-    c10d._process_group_name = lambda *_, **__: name
-    try:
-        return require_group(
-            dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN)
-        )
-    finally:
-        c10d._process_group_name = original
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()
+    with replaced(c10d, _process_group_name=lambda *_, **__: name):
+        options: Any = {"use_local_synchronization": True, "group_desc": _TWIN}
+        return require_group(dist.new_group(list(ranks), timeout, "gloo", **options))
 
 
 def gather_objects(local: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
@@ -210,14 +206,14 @@ def fail_together(failure: MegarlError | None, action: str) -> None:
 
 def run_together(name: str, action: Callable[[], Result]) -> Result:
     """Return the result of ``action``; all ranks raise the error of any rank; a collective call."""
-    results: list[Result] = []
+    result: Any = None
     failure: MegarlError | None = None
     try:
-        results.append(action())
+        result = action()
     except MegarlError as error:
         failure = error
     fail_together(failure, name)
-    return results[0]
+    return result
 
 
 def is_collective_error(error: BaseException) -> bool:

@@ -116,14 +116,15 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te(shape), normalization=config.normalization, vp_stage=vp_stage
     )
-    layers: list[Any] = copy.deepcopy(spec.layer_specs or [])
+    layers: list[Any] = [copy.deepcopy(layer) for layer in spec.layer_specs or []]
     for layer in layers if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None else ():
         layer.submodules.self_attention.module = _LatentAttention
+    first = get_transformer_layer_offset(config, vp_stage)
     if uses_te(shape):
         for layer in [] if _te_attends(config) else layers:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        _place_delta_nets(layers, shape, first)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
-    first = get_transformer_layer_offset(config, vp_stage)
     if layers and shape.indexer_layers and first not in shape.indexer_layers:
         expected = f"expected one of {[*shape.indexer_layers]}; change parallel.pp, vpp or the first stage's layers"
         raise ConfigError(f"layer {first}, the first of a stage, takes keys that an earlier one selects, {expected}")
@@ -147,8 +148,25 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+    _place_delta_nets(layers, shape, first)
     norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although 0.16 and before annotate a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class)
+
+
+def _place_delta_nets(layers: list[Any], shape: ModelShape, first: int) -> None:
+    """Replace the attention of linear layers, and keep its projections: local ones, or Transformer Engine's.
+
+    first: the number of the stage's first layer.
+    """
+    for layer in (layers[index - first] for index in shape.linear_layers if first <= index < first + len(layers)):
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules  # not in every release
+
+        from megarl.stand_ins.delta_net import PackedDeltaNet
+
+        linear = layer.submodules.self_attention.submodules
+        submodules = GatedDeltaNetSubmodules(linear.linear_qkv, RMSNorm, linear.linear_proj)
+        layer.submodules.self_attention = ModuleSpec(PackedDeltaNet, submodules=submodules)
+        layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:

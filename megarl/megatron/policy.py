@@ -28,6 +28,7 @@ from megarl.megatron.versions import as_config_error
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.replay import RoutingReplay
+from megarl.replay.megatron_state import replaced
 from megarl.stand_ins.te import uses_te
 
 Settings = TypeVar("Settings")
@@ -100,15 +101,10 @@ class Policy:
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise NumericsError(f"gradient norm is {norm}; the optimizer step was refused, the weights are unchanged")
-        # Megatron's step would prepare the gradients and take their norm again.
-        cached = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
-        vars(self.optimizer).update(cached)
         step: Any = self.optimizer.step  # the abstract method returns None
-        try:
+        # Megatron's step would prepare the gradients and take their norm again.
+        with replaced(self.optimizer, prepare_grads=lambda: False, get_grad_norm=lambda: norm):
             was_taken = step()[0]
-        finally:
-            for name in cached:
-                del vars(self.optimizer)[name]
         if not was_taken:
             raise NumericsError("Megatron's optimizer refused the step; look for non-finite gradients")
         self.scheduler.step(1)

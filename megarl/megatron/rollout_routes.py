@@ -124,10 +124,8 @@ def _find_common(
     """
     no_rows = torch.empty(0, dtype=torch.int64)
     columns = [column for column, layer in enumerate(want.layers) if layer in have.layers]
-    ids_here, ids_wanted = (
-        {name for piece in placement.pieces for name in piece.sequences.tolist()} for placement in (have, want)
-    )
-    if not columns or ids_here.isdisjoint(ids_wanted):  # a cheap test that most pairs of ranks fail
+    ids = [{name for piece in place.pieces for name in piece.sequences.tolist()} for place in (have, want)]
+    if not columns or ids[0].isdisjoint(ids[1]):  # a cheap test that most pairs of ranks fail
         return [], no_rows, no_rows
     order = np.argsort(rows, kind="stable")
     place = order[np.searchsorted(rows[order], wanted_rows).clip(max=len(rows) - 1)]

@@ -13,28 +13,30 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.errors import CheckpointError, ConfigError, DataError, some
 from megarl.files.foreign_json import require_regular
 from megarl.files.hf_config import (
     QUANTIZATION,
     family_entry,
+    find_quantization,
     flatten,
     hf_name,
     is_beside_text,
     is_turned,
     read_dtype,
-    read_fp8_block,
+    read_weight_block,
 )
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
+from megarl.models.quantized import dequantize, describe_misfit, pair_codes, shape_of_weight
 
 MANIFEST = "conversion.json"
 """A conversion's file with checksums, and with the names of left-out tensors."""
 T = TypeVar("T")
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8},
+    **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
 }
 
 
@@ -44,8 +46,8 @@ _LAYER = re.compile(r"(?:^|\.)model\.(?:language_model\.)?layers\.(\d+)\.(.+)")
 class HFCheckpoint:
     """Read access by name to the safetensors files of a Hugging Face checkpoint folder; a context manager.
 
-    Block-quantised FP8 weights (``quantization_config`` with ``weight_block_size``) are dequantised to the dtype of the
-    config; scales have no names.
+    Quantised weights (``megarl.models.quantized`` lists the forms) have the names, shapes and values of the dequantised
+    model, in the dtype of the config; scales have no names.
 
     CheckpointError, naming the file or tensor, for a tensor that is missing, unreadable, or contradicts the index.
     """
@@ -57,12 +59,13 @@ class HFCheckpoint:
         self._kind = str(config.get("model_type"))
         self._open: tuple[Path, Any] | None = None
         try:
-            self._block = read_fp8_block(self._config)
+            self._block = read_weight_block(self._config)
         except ConfigError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         self._files = self._locate()
-        scales = {name + SCALE for name in self._files} if self._block else set()
-        self._names = {name: None for name in self._files if name not in scales}
+        is_quantized = find_quantization(self._config) is not None
+        self._codes, hidden = pair_codes({n: self._slice(n).get_dtype() for n in self._files} if is_quantized else {})
+        self._names = dict.fromkeys((*(name for name in self._files if name not in hidden), *self._codes))
 
     def __enter__(self) -> Self:
         return self
@@ -71,14 +74,14 @@ class HFCheckpoint:
         self._open = None  # the last reference to the handle: the file is unmapped
 
     def names(self) -> KeysView[str]:
-        """Return the names of all tensors, without FP8 scales."""
+        """Return the names of all tensors, without scales."""
         return self._names.keys()
 
     def names_of_prediction_layers(self) -> set[str]:
-        """Return the tensors of layers behind the model's layers that have an ``eh_proj``."""
+        """Return the tensors of layers behind the model's layers that have an ``eh_proj``, and Qwen's ``mtp``."""
         last, layers = self._config.get("num_hidden_layers") or 0, self.text_name("model.layers.")
         matches = (_LAYER.search(name) for name in self.names() if name.endswith(".eh_proj.weight"))
-        prefixes = tuple(f"{layers}{match[1]}." for match in matches if match and int(match[1]) >= last)
+        prefixes = ("mtp.", *(f"{layers}{match[1]}." for match in matches if match and int(match[1]) >= last))
         return {name for name in self.names() if name.startswith(prefixes)}
 
     def text_name(self, name: str) -> str:
@@ -95,8 +98,13 @@ class HFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of ``read(name)``, from the file's header."""
-        shape = tuple(self._slice(name).get_shape())
+        shape = self._stored_shape(name)
         return (shape[0], shape[2], shape[1]) if self._is_turned(name, shape) else shape
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        codes = self._slice(self._codes[name][0] if name in self._codes else name)
+        shape = tuple(codes.get_shape())
+        return shape_of_weight(shape, codes.get_dtype()) if name in self._codes else shape
 
     def _is_turned(self, name: str, shape: tuple[int, ...]) -> bool:
         try:
@@ -106,16 +114,17 @@ class HFCheckpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of ``read(name)``. CheckpointError for an unknown dtype."""
+        if name in self._codes:
+            return self._high_precision()
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise CheckpointError(
                 f"{self._files[name]}: {name} has dtype {stored}, expected one of {', '.join(_DTYPES)}"
             )
-        is_fp8 = self._block is not None and name + SCALE in self._files
-        return self._high_precision() if is_fp8 else _DTYPES[stored]
+        return _DTYPES[stored]
 
     def stored(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a tensor of ``shape(name)`` as stored, also FP8 weights and scales. CheckpointError if unreadable.
+        """Return a tensor [...] as stored, also codes and scales. CheckpointError if unreadable.
 
         rows: of the first axis, read without the others.
         """
@@ -123,38 +132,45 @@ class HFCheckpoint:
             raise CheckpointError(f"{self.path} holds no {name}")
         file = self._files[name]
         try:
-            tensor = self._handle(file).get_tensor(name) if rows is None else self._slice(name)[rows]
+            return self._handle(file).get_tensor(name) if rows is None else self._slice(name)[rows]
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
-        return tensor
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a tensor of ``shape(name)``, dequantised if stored in FP8. CheckpointError if unreadable.
+        """Return a tensor of ``shape(name)``, dequantised if quantised. CheckpointError if unreadable.
 
-        rows: of the first axis of a tensor in high precision, read without the others.
+        rows: of the first axis, read without the others, for example an expert of a stack.
         """
-        tensor = self.stored(name, rows)
-        if self._is_turned(name, tuple(tensor.shape)):
-            tensor = tensor.transpose(1, 2)
-        if self._block is None or tensor.dtype != torch.float8_e4m3fn:
-            return tensor
+        tensor = self._read_stored(name, rows)
+        return tensor.transpose(1, 2) if self._is_turned(name, tuple(tensor.shape)) else tensor
+
+    def _read_stored(self, name: str, rows: slice | None) -> torch.Tensor:
+        if name not in self._codes:
+            return self.stored(name, rows)
         self.check_values(name)
-        return dequantize_fp8(tensor, self.stored(name + SCALE).float(), self._block).to(self._high_precision())
+        codes, scales = self._codes[name]
+        if rows is not None and len(self._stored_shape(name)) < 3:  # rows of a matrix may begin inside a block
+            return self._read_stored(name, None)[rows]
+        is_shared = self._slice(scales).get_shape()[:1] in ([], [1])
+        values = self.stored(codes, rows), self.stored(scales, None if is_shared else rows)
+        return dequantize(*values, self._block_of(codes)).to(self._high_precision())
 
     def check_values(self, name: str) -> None:
-        """Raise CheckpointError for a tensor of integers, and for FP8 without a scale for each block; reads headers."""
-        stored = self._slice(name).get_dtype()
-        if stored in ("F64", "F32", "F16", "BF16"):
+        """Raise CheckpointError for a tensor of integers, and for codes without fitting scales; reads headers."""
+        codes, scales = self._codes.get(name, (name, ""))
+        stored = self._slice(codes).get_dtype()
+        if not scales:
+            if stored not in ("F64", "F32", "F16", "BF16"):
+                expected = "weights in 16 bits or more, or codes with scales and a quantization_config that says so"
+                raise CheckpointError(f"{self._files[name]}: {name} has dtype {stored}, expected {expected}")
             return
-        if self._block is None or stored != "F8_E4M3":
-            expected = "weights in 16 bits or more, or in FP8 with a quantization_config that says so"
-            raise CheckpointError(f"{self._files[name]}: {name} has dtype {stored}, expected {expected}")
-        shape = self.shape(name)
-        expected = grid_of(shape, self._block) if len(shape) == 2 else "a matrix"
-        scale = self.shape(name + SCALE) if name + SCALE in self._files else "absent"
-        if scale != expected:
-            problem = f"{name}{SCALE} of this FP8 tensor is {scale}, expected {expected} for blocks of {self._block}"
-            raise CheckpointError(f"{self._files[name]}: {problem}")
+        shape, found = self._stored_shape(name), tuple(self._slice(scales).get_shape())
+        rows = (*shape[:-2], *shape[:-3:-1]) if stored == "U8" else shape  # MXFP4 is transposed
+        if expected := describe_misfit(rows, found, self._block_of(codes)):
+            raise CheckpointError(f"{self._files[codes]}: {scales} is {found}, expected {expected}")
+
+    def _block_of(self, codes: str) -> tuple[int, int] | None:
+        return self._block if self._slice(codes).get_dtype() == "F8_E4M3" else None
 
     def _slice(self, name: str) -> Any:
         return self._handle(self._files[name]).get_slice(name)
@@ -290,14 +306,14 @@ def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> Non
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-_PREDICTION_LAYERS = ("num_nextn_predict_layers",)
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of config.json for the number of prediction layers."""
 _BESIDE = "model-beside-text.safetensors"
 
 
 def _copy_beside_text(source: Path, target: Path) -> None:
     with HFCheckpoint(source) as checkpoint:
-        tensors = {name: checkpoint.stored(name) for name in checkpoint.names_beside_text()}
+        tensors = {name: checkpoint.read(name) for name in checkpoint.names_beside_text()}
     if not tensors:
         raise CheckpointError(
             f"{source} holds the text model alone, expected the whole model of its config.json: take the folder that "
@@ -332,10 +348,10 @@ def copy_model_files(
     for table in (config, config.get("text_config") or {}):
         for key in QUANTIZATION:
             table.pop(key, None)
-    # Otherwise engines would look for missing tensors.
-    for key in () if predicts else _PREDICTION_LAYERS:
-        if config.get(key):
-            config[key] = 0
+        # Otherwise engines would look for missing tensors.
+        for key in () if predicts else _PREDICTION_LAYERS:
+            if table.get(key):
+                table[key] = 0
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

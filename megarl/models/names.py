@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Literal
 
@@ -86,15 +86,61 @@ def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: Mod
 
 def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
     groups = shape.fields["num_query_groups"]
+    tensors = [_query_and_gate(tensors[0], shape, -1, 2), *tensors[1:]]
     grouped = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
     return _chunk(torch.cat(grouped, 1), rank, size, 0).flatten(0, 1)
 
 
 def _join_qkv(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
     fields, width = shape.fields, shape.fields["kv_channels"]
-    heads = fields["num_attention_heads"] // fields["num_query_groups"]
-    grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], (heads + 2) * width))
-    return [tensor.flatten(0, 1) for tensor in grouped.split([heads * width, width, width], 1)]
+    grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], -1))
+    tensors = [tensor.flatten(0, 1) for tensor in grouped.split([grouped.size(1) - 2 * width, width, width], 1)]
+    return [_query_and_gate(tensors[0], shape, 2, -1), *tensors[1:]]
+
+
+_DELTA_NET = {"query": "linear_qk", "key": "linear_qk", "value": "linear_v", "z": "linear_v"}
+_DELTA_NET |= {"beta": "linear_heads", "alpha": "linear_heads"}
+
+
+def row_blocks(layout: str, shape: ModelShape) -> dict[str, int]:
+    """Return Megatron's names and the rows of the blocks that a checkpoint stores apart; {} without such blocks."""
+    if not layout.startswith("delta_net"):
+        return {}
+    sizes, names = dimensions(shape), list(_DELTA_NET)[: 3 if layout == "delta_net_conv" else 6]
+    return {name: sizes[_DELTA_NET[name]] for name in names}
+
+
+def _delta_net(layout: str, *counts: int) -> Layout:
+    """Blocks of rows, each cut among the ranks; ``counts`` are the blocks in each Hugging Face tensor.
+
+    Qwen3-Next's rows are ordered by key head first, and then by block.
+    """
+
+    def heads(shape: ModelShape) -> int:
+        return shape.fields["linear_num_key_heads"] if layout == "delta_net_by_head" else 1
+
+    def rows(shape: ModelShape, parts: int) -> list[int]:
+        return [count // parts for count in row_blocks(layout, shape).values()]
+
+    def cut(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
+        by_head = torch.cat([tensor.unflatten(0, (heads(shape), -1)) for tensor in tensors], 1)
+        blocks = by_head.split(rows(shape, heads(shape)), 1)
+        return torch.cat([_chunk(block.flatten(0, 1), rank, size, 0) for block in blocks])
+
+    def join(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
+        by_rank = (shard.split(rows(shape, len(shards))) for shard in shards)
+        blocks = iter([torch.cat(block).unflatten(0, (heads(shape), -1)) for block in zip(*by_rank, strict=True)])
+        return [torch.cat([*islice(blocks, count)], 1).flatten(0, 1) for count in counts]
+
+    return Layout(cut, join)
+
+
+def _query_and_gate(tensor: torch.Tensor, shape: ModelShape, *order: int) -> torch.Tensor:
+    """Reorder rows between [head, query and gate] (order -1, 2) and [group, query and gate, head] (order 2, -1)."""
+    if not shape.fields.get("attention_output_gate"):
+        return tensor
+    sizes = (shape.fields["num_query_groups"], *order, shape.fields["kv_channels"])
+    return tensor.unflatten(0, sizes).transpose(1, 2).flatten(0, 3)
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -137,6 +183,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "row": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 1), lambda s, _: [_joined(s, 1)]),
     "vocab": Layout(_cut_vocab, lambda s, shape: [_joined(s)[: shape.vocab_size]]),
     "qkv": Layout(_cut_qkv, _join_qkv),
+    "delta_net": _delta_net("delta_net", 3, 1, 1, 1),
+    "delta_net_by_head": _delta_net("delta_net_by_head", 4, 2),
+    "delta_net_conv": _delta_net("delta_net_conv", 3),
     "gate_up": Layout(
         lambda t, rank, size, _: torch.cat([_chunk(half, rank, size, 0) for half in t]),
         lambda s, _: s[0].chunk(2) if len(s) == 1 else [*map(torch.cat, zip(*(t.chunk(2) for t in s), strict=True))],
@@ -180,6 +229,18 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     else:
         width = fields["kv_channels"]
         sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
+        sizes["q_and_gate"] = 2 * sizes["q"]
+    if fields.get("linear_attention_freq"):
+        keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+        qk, v = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
+        sizes |= {
+            "linear_qk": qk,
+            "linear_v": v,
+            "linear_heads": values,
+            "linear_head": fields["linear_value_head_dim"],
+        }
+        sizes |= {"linear_qkv": 2 * qk + v, "linear_qkvz": 2 * (qk + v), "linear_ba": 2 * values}
+        sizes["linear_taps"] = fields["linear_conv_kernel_dim"]
     return {name: size for name, size in sizes.items() if size}
 
 

@@ -19,8 +19,8 @@ from megarl.files.hf_config import (
     count_prediction_layers,
     family_entry,
     read_dtype,
-    read_fp8_block,
     read_moe,
+    read_weight_block,
 )
 
 
@@ -93,13 +93,18 @@ def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
     stated = {key: hf[key] for key in _BESIDE if key in hf.values}
     if "type" in values:
         stated["rope_type"] = values.pop("type")
-    for key, value in stated.items():
+    beside = [*stated.items()]
+    if (width := hf.get("rotary_dim")) is not None:
+        beside.append(("partial_rotary_factor", width / hf["head_dim"]))
+    for key, value in beside:
         if values.setdefault(key, value) != value:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
     # Of text alone, all parts of multimodal positions are equal.
-    multimodal = {"harmless": ["mrope_*"] if family_entry(hf.values["model_type"], "text") else []}
+    kind = hf.values["model_type"]
+    is_text = family_entry(kind, "text") or kind in {entry.get("text") for entry in FAMILIES.values()}
+    multimodal = {"harmless": ["mrope_*"] if is_text else []}
     return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
 
 
@@ -172,7 +177,7 @@ def _layers(hf: HFConfig) -> dict[str, Any]:
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf["intermediate_size"] or hf["moe_intermediate_size"],
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
@@ -187,7 +192,10 @@ def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     kinds = (period * num_layers)[:num_layers] if hf["layer_types"] is None else hf["layer_types"]
     if len(kinds) != num_layers or not {*kinds} <= {*period}:
         raise ConfigError(f"layer_types is {kinds}, expected {' or '.join(period)} for each of num_hidden_layers")
-    if len(period) == 1:
+    if "sliding_attention" not in period:
+        first = hf.get("max_window_layers")  # without layer_types, layers from this one on have windows
+        if first is not None and hf["sliding_window"] and first < num_layers:
+            raise ConfigError(f"max_window_layers is {first}, expected at least num_hidden_layers, {num_layers}")
         return {}
     skipped = [int(kind == "sliding_attention") for kind in kinds]
     return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": skipped}
@@ -229,10 +237,11 @@ def _experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 
 def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
-    topk, groups, topk_groups = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
-    if not hf["norm_topk_prob"] or topk < 2:
+    topk, groups, topk_groups = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
+    if not is_normalised or topk < 2:
         raise ConfigError(
-            f"norm_topk_prob is {hf['norm_topk_prob']} and num_experts_per_tok {topk}, expected true and at least 2"
+            f"norm_topk_prob is {is_normalised} and num_experts_per_tok {topk}, expected true and at least 2"
         )
     # The model ranks groups by 2 experts, Megatron by topk // topk_group.
     if topk_groups > groups or (groups > 1 and topk // topk_groups != 2):
@@ -241,6 +250,7 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
             "experts as groups, or n_group 1: Megatron ranks groups by another number of experts"
         )
     experts = _experts(hf, traits)
+    shared = hf.get("n_shared_experts") or hf.get("num_shared_experts") or 0
     per_group, odd = divmod(experts["num_moe_experts"], groups)
     if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
         raise ConfigError(
@@ -253,8 +263,8 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": topk_groups if groups > 1 else None,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or hf.get("router_scaling_factor") or 1.0,
+        "moe_shared_expert_intermediate_size": experts["moe_ffn_hidden_size"] * shared or None,
     }
 
 
@@ -299,10 +309,25 @@ def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
     return tuple(layer for layer in layers if kinds[layer] == "full")
 
 
+def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
+    """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
+    kinds, types = ("full_attention", "linear_attention"), hf["layer_types"]
+    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    if types is None:
+        types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
+    fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}
+    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads is {values}, expected a multiple of linear_num_key_heads, {keys}")
+    gates = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+    return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
+
+
 READERS: Mapping[str, Reader] = {
     "grouped_attention": _grouped_attention,
     "latent_attention": _latent_attention,
     "sparse_attention": _sparse_attention,
+    "delta_net": _delta_net,
     "softmax_experts": _softmax_experts,
     "sigmoid_experts": _sigmoid_experts,
     "gated_shared_expert": _gated_shared_expert,
@@ -327,7 +352,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
     try:
         config = HFConfig.of(hf)
         read_dtype(config.values)
-        read_fp8_block(config.values)
+        read_weight_block(config.values)
         count_prediction_layers(config.values)
         return _read(config, kind)
     except ConfigError as error:

@@ -89,9 +89,8 @@ def check_agreement(
     """
     preferred_rows, replayed_rows = _to_host(preferred), np.concatenate(_to_host(replayed))
     shift = len(replayed_rows) // 3 + 1
-    compared = np.concatenate(
-        [replayed_rows, replayed_rows[-shift:], replayed_rows[:-shift]]
-    )  # then with rows of other tokens
+    # Then with rows of other tokens.
+    compared = np.concatenate([replayed_rows, replayed_rows[-shift:], replayed_rows[:-shift]])
     all_rows, of_others = _agreement(np.concatenate(preferred_rows), compared.reshape(2, *replayed_rows.shape))
     bounds = itertools.accumulate(map(len, preferred_rows), initial=0)
     by_micro = [all_rows[first:last] for first, last in itertools.pairwise(bounds)]

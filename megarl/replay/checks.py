@@ -11,11 +11,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ReplayError
+from megarl.files.hf_config import MoeShape
 from megarl.replay.hooks import Hook
 from megarl.replay.megatron_state import RELEASE
 from megarl.replay.records import MicroRoutes
 from megarl.routes.trace import describe_wrong_row
 
+_COUNTS = ("num_layers", "num_experts", "topk")
 MOST_EXPERTS = 1 << 15
 """Expert numbers are stored as int16, because torch does not index uint16 on every device."""
 _CHOOSING = ("forward", "routing", "aux_loss_load_balancing", "seq_aux_loss_load_balancing")
@@ -24,22 +26,27 @@ _KNOWN = ("TopKRouter", "InferenceTopKRouter")
 """Megatron's own classes; the second, from 0.17 on, routes as the first outside of Megatron's inference engine."""
 
 
-def find_routers(chunk: Any) -> list[TopKRouter]:
-    """Routers of the decoder layers in layer order; ReplayError if the router of a MoE layer does not call the hook."""
+def find_routers(chunk: Any, shape: MoeShape | None = None) -> list[TopKRouter]:
+    """Routers of the decoder layers in layer order, without exempt layers; ReplayError if the router of another MoE
+    layer does not call the hook, or that of an exempt layer does. shape: None reads Megatron's config.
+    """
     decoder = getattr(chunk, "decoder", None)
     if decoder is None:
         raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
     found_routers = []
+    planned = MoeShape.of_megatron(decoder.config) if shape is None and isinstance(chunk, GPTModel) else shape
     for layer in decoder.layers:
         modules, number = list(layer.modules()), getattr(layer, "layer_number", 0)
         routers = [module for module in modules if isinstance(module, TopKRouter)]
+        is_exempt = planned is not None and number - 1 in planned.exempt_layers
         for router in routers:
-            _check_choice(router, number - 1)
+            _check_choice(router, number - 1, is_exempt)
+        if is_exempt:
+            continue
         expected, reason = sum(isinstance(module, BaseMoELayer) for module in modules), "its MoE layers"
-        if isinstance(chunk, GPTModel):
-            frequency = layer.config.moe_layer_freq
-            is_moe = frequency[number - 1] if isinstance(frequency, list) else (number - 1) % frequency == 0
-            expected, reason = int(bool(layer.config.num_moe_experts and is_moe)), f"moe_layer_freq = {frequency!r}"
+        if planned is not None:
+            reason = f"moe_layer_freq = {layer.config.moe_layer_freq!r}" if shape is None else "the MoeShape"
+            expected = int(number - 1 in planned.moe_layers)
         if len(routers) != expected:
             raise ReplayError(
                 f"layer {number - 1}: found {len(routers)} routers, expected {expected} by {reason}; replay would skip "
@@ -50,17 +57,33 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
     return found_routers
 
 
-def _check_choice(router: TopKRouter, layer: int) -> None:
-    """ReplayError if the router's class chooses experts by code that replay does not know."""
+def _check_choice(router: TopKRouter, layer: int, is_exempt: bool) -> None:
+    """ReplayError if the router chooses experts by code that replay does not know, unless it is exempt, and must."""
+    name, code = type(router).__name__, _find_choice(router)
+    if code and not is_exempt:
+        raise ReplayError(
+            f"layer {layer}: its router is a {name}, and {code} is not that of megatron-core {RELEASE}: its experts "
+            "may not be those that router_replay returns. Override gating instead; or, if they always are, set "
+            f"{code.partition('.')[0]}.asks_router_replay = True; or, if they follow from token ids, give "
+            "RoutingReplay a MoeShape with the layer in exempt_layers"
+        )
+    if is_exempt and not code:
+        raise ReplayError(
+            f"layer {layer} is exempt from replay, but its {name} chooses experts by hidden states; expected a router "
+            "with a table of token ids: leave the layer out of exempt_layers"
+        )
+
+
+def _find_choice(router: TopKRouter) -> str:
+    """Name the code by which a router chooses experts without the hook; "" if it always asks the hook."""
+    if getattr(router, "is_hash_layer", False):  # Megatron-LM's own routers with a table, from its main branch
+        return "TopKRouter.is_hash_layer"
     for method in _CHOOSING:
         owner = next((kind for kind in type(router).__mro__ if method in vars(kind)), TopKRouter)
         is_known = owner.__module__ == TopKRouter.__module__ and owner.__name__ in _KNOWN
         if not is_known and not vars(owner).get("asks_router_replay"):
-            raise ReplayError(
-                f"layer {layer}: its router is a {type(router).__name__}, and {owner.__name__}.{method} is not that of "
-                f"megatron-core {RELEASE}: its experts may not be those that router_replay returns. Override gating "
-                f"instead; or, if they always are, set {owner.__name__}.asks_router_replay = True"
-            )
+            return f"{owner.__name__}.{method}"
+    return ""
 
 
 def check_routers(routers: Sequence[Any]) -> None:
@@ -86,6 +109,15 @@ def check_routers(routers: Sequence[Any]) -> None:
             raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying; close its block")
 
 
+def fitting_shape(config: Any, shape: MoeShape | None) -> MoeShape:
+    """Return ``shape``, or that of Megatron's config; ReplayError if they are of different models."""
+    read = MoeShape.of_megatron(config)
+    if shape is not None and any(getattr(shape, name) != getattr(read, name) for name in _COUNTS):
+        counts = [{name: getattr(one, name) for name in _COUNTS} for one in (shape, read)]
+        raise ReplayError(f"the MoeShape has {counts[0]}, expected {counts[1]} as Megatron's config")
+    return shape or read
+
+
 def check_chunks(chunks: Sequence[Any]) -> None:
     """ReplayError unless these are all model chunks of this rank, and of one model."""
     config = chunks[0].config if chunks else None
@@ -107,9 +139,7 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
     """
     micro_routes = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(micro_routes, MicroRoutes):
-        raise ReplayError(
-            f"{label}: routes are a {type(micro_routes).__name__}, expected MicroRoutes or a torch.Tensor"
-        )
+        raise ReplayError(f"{label}: routes are a {type(micro_routes).__name__}, expected MicroRoutes or a Tensor")
     experts, present, token_ids = micro_routes.experts, micro_routes.present, micro_routes.token_ids
     topk = {hook.topk for hook in hooks} or {*experts.shape[2:]}
     if experts.dim() != 3 or experts.size(1) != len(hooks) or experts.size(2) not in topk:

@@ -56,12 +56,10 @@ class Hook:
 
     def __init__(self, router: Any, column: int, log: PassLog, chunk: int = 0, is_first: bool = True) -> None:
         self.layer: int = router.layer_number - 1
-        self.column = column
-        self.router = router
+        self.column, self.router, self.log = column, router, log
         self.topk: int = router.topk
         self.num_experts: int = router.config.num_moe_experts
         self.dtype: torch.dtype = getattr(torch, narrow_dtype(self.num_experts, signed=True).__name__)
-        self.log = log
         self.chunk, self.is_first = chunk, is_first
         """Index of its model chunk, and whether it is the first router there."""
         self.taps: list[RemovableHandle] = []
@@ -173,13 +171,7 @@ def _dispatched(hook: Hook | None) -> torch.Tensor | None:
 
 
 def _attach_loss(
-    method: _Method,
-    hook: Hook | None,
-    probs: Any,
-    scores: Any,
-    routing_map: Any,
-    *arguments: Any,
-    **options: Any,
+    method: _Method, hook: Hook | None, probs: Any, scores: Any, routing_map: Any, *arguments: Any, **options: Any
 ) -> Any:
     """A method (probs, scores, routing map, ...) -> probs with the loss attached."""
     experts = _dispatched(hook)

@@ -57,7 +57,7 @@ def local_rows(
     if experts.size(-2) != len(shape.moe_layers):
         raise ReplayError(
             f"experts have {experts.size(-2)} layers, expected all {len(shape.moe_layers)} MoE layers of the model "
-            f"({list(shape.moe_layers)}), without dense ones: rows() takes the columns of this rank itself"
+            f"({list(shape.moe_layers)}), without dense and exempt ones: rows() takes the columns of this rank itself"
         )
     for name, column in (("present", present), ("token_ids", token_ids)):
         if column is not None and column.shape != experts.shape[:lead]:

@@ -1,5 +1,7 @@
 """What replay asks of Megatron: its release, the model inside wrappers, and this rank's place in its groups."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.core
@@ -14,6 +16,19 @@ def unwrap(chunk: Module) -> Any:
     while isinstance(inner := getattr(chunk, "module", None), Module):
         chunk = inner
     return chunk
+
+
+@contextmanager
+def replaced(target: object, **attributes: Any) -> Iterator[None]:
+    """Give an object of Megatron or torch other attributes inside; afterwards it has its own, or those of its class."""
+    originals = {name: vars(target)[name] for name in attributes.keys() & vars(target).keys()}
+    vars(target).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(target).pop(name, None)
+        vars(target).update(originals)
 
 
 def tp_position() -> tuple[int, int]:

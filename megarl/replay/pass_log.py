@@ -30,13 +30,12 @@ from megarl.errors import ReplayError
 
 if TYPE_CHECKING:
     from megarl.replay.hooks import Hook
-    from megarl.replay.sessions import Recorder, Replayer
+    from megarl.replay.sessions import Session
 
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """None from torch 2.14 on, where ``apply`` is written in C; the search then looks for the frame of ``forward``."""
-_BACKWARD = [
-    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
-]
+_METHODS = [getattr(BackwardCFunction, name, None) for name in ("apply", "apply_boxed")]
+_BACKWARD = [method.__code__ for method in _METHODS if method is not None]
 _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
@@ -44,7 +43,7 @@ _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: No
 class PassBlock:
     """An open ``record()`` or ``replay()``, for the passes of the thread that opened the block."""
 
-    session: Recorder | Replayer | None
+    session: Session | None
     """None once the block has closed."""
     passes: list[Pass] = field(default_factory=list)
     """Passes that have not ended in an exception."""
@@ -79,7 +78,7 @@ class Pass:
 class RouterCall:
     """The pass of a block that a router's call belongs to."""
 
-    session: Recorder | Replayer
+    session: Session
     micro: int
     first: bool
     """True in the forward pass, False in a recomputation."""
@@ -128,7 +127,7 @@ class PassLog:
         """Whether a pass may matter: a block is open, or graphs of a closed block are left."""
         return bool(self._blocks or self._regions or self._hiding)
 
-    def open(self, session: Recorder | Replayer) -> PassBlock:
+    def open(self, session: Session) -> PassBlock:
         """Start a block of this thread. ReplayError if the thread has an open block."""
         if get_ident() in self._blocks:
             raise ReplayError("already recording or replaying; blocks do not nest")
@@ -300,20 +299,17 @@ def _frame_of_call(in_block: bool) -> FrameType | None:
     frame = sys._getframe(3)
     is_known = frame.f_code.co_filename == torch.nn.modules.module.__file__
     if in_block and not is_known:
-        raise ReplayError(
-            "a compiled model hides its forward passes; in a block, call the module itself (compile its parts instead)"
-        )
+        raise ReplayError("a compiled model hides its forward passes; in a block, call the module (compile its parts)")
     return frame if is_known else None
 
 
 def _context_of(frame: FrameType | None) -> object:
     """Return the ``ctx`` of an autograd function's forward, decorated or not; None without ``ctx``."""
-    names = () if frame is None else frame.f_code.co_varnames[:1]
-    for name in names:
-        value = frame.f_locals.get(name)  # type: ignore[union-attr]
-        value = value[0] if isinstance(value, tuple) and value else value
-        return value if isinstance(value, FunctionCtx) else None
-    return None
+    if frame is None:
+        return None
+    value = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+    value = value[0] if isinstance(value, tuple) and value else value
+    return value if isinstance(value, FunctionCtx) else None
 
 
 def _entered_checkpoints() -> list[Any]:

@@ -17,13 +17,13 @@ import torch
 from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
-from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers
+from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, fitting_shape
 from megarl.replay.hooks import Hook, count_dispatched, count_natively, tap
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.pass_log import PassLog
 from megarl.replay.records import MicroRoutes, Recording
-from megarl.replay.sessions import Recorder, Replayer
+from megarl.replay.sessions import Session
 
 MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
@@ -39,52 +39,54 @@ class RoutingReplay:
     >>> with replay.record() as recording: ...     # old-log-prob pass (R2)
     >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
 
-    A rank without MoE layers has empty routes. Routers of multi-token-prediction layers route natively, because no
-    trace has rows for them. ReplayError if Megatron is too old to call the hook, if a
-    setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter or
-    has a choice of its own, or if these are not all chunks of one model on this rank.
+    A rank without MoE layers has empty routes. Routers of exempt layers (``MoeShape``) are left alone, and have no
+    routes. Routers of multi-token-prediction layers route natively, because no trace has rows for them. ReplayError if
+    Megatron is too old to call the hook, if a setting would bypass it (``megarl doctor`` lists them), if the router of
+    another MoE layer is no TopKRouter or has a choice of its own, or if these are not all chunks of one model on this
+    rank.
 
     Under replay, load-balancing losses count the experts that tokens are sent to (Megatron would count those that the
     router would have chosen), as expert-bias updates do. The z-loss does not change.
 
     min_agreement: in [0, 1], the least agreement of the replayed experts with the routers' own choice, beyond chance
-    (``agreement.py``). 0 switches the check off.
+    (``agreement.py``). 0 switches the check off. shape: ``MoeShape.of(config.json)``, if Megatron's config does not say
+    which layers have experts (hybrid models) or are exempt; None: ``MoeShape.of_megatron``.
     """
 
     def __init__(
         self,
         model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
         min_agreement: float = MIN_AGREEMENT,
+        shape: MoeShape | None = None,
     ) -> None:
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
         wrapped = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [unwrap(chunk) for chunk in wrapped]
-        routers = [find_routers(chunk) for chunk in chunks]
+        routers: list[list[Any]] = [find_routers(chunk, shape) for chunk in chunks]
         check_chunks(chunks)
         self._config = chunks[0].config
-        self.shape = MoeShape.of_megatron(self._config)
+        self.shape = fitting_shape(self._config, shape)
         """Of the whole model's routes."""
+        layers = [layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers]
+        self.exempt_layers = tuple(layer for layer in layers if layer in self.shape.exempt_layers)
+        """0-based global layers of this rank that are exempt from replay."""
         check_routers([router for of_chunk in routers for router in of_chunk])
         old_hooks = [router.router_replay for of_chunk in routers for router in of_chunk]
         log = next((hook.log for hook in old_hooks if isinstance(hook, Hook)), None)
         self._log = PassLog() if log is None else log  # of an earlier RoutingReplay, whose graphs may be left
         for index, (chunk, of_chunk) in enumerate(zip(chunks, routers, strict=True)):
             for place, router in enumerate(of_chunk):
-                self._attach(router, index, place == 0)
-                if place == 0:
-                    self._hooks[-1].taps = tap(chunk, index, self._log)
+                if isinstance(router.router_replay, Hook):
+                    router.router_replay.remove_taps()
+                router.router_replay = hook = Hook(router, len(self._hooks), self._log, index, place == 0)
+                count_dispatched(router, hook)
+                self._hooks.append(hook)
+                if hook.is_first:
+                    hook.taps = tap(chunk, index, self._log)
 
     def __reduce__(self) -> NoReturn:
         raise ReplayError("a RoutingReplay is not copied: a copy of its model routes natively, and takes a new one")
-
-    def _attach(self, router: Any, chunk: int, is_first: bool) -> None:
-        if isinstance(router.router_replay, Hook):
-            router.router_replay.remove_taps()
-        hook = Hook(router, len(self._hooks), self._log, chunk, is_first)
-        router.router_replay = hook
-        count_dispatched(router, hook)
-        self._hooks.append(hook)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -130,7 +132,7 @@ class RoutingReplay:
         choice. keep: False keeps these counts only.
         """
         compared_routes = None if compared is None else self._check(compared, recorded=True)
-        with self._open(Recorder(self._hooks, keep, compared_routes)) as recording:
+        with self._open(Session(self._hooks, None, keep, compared_routes)) as recording:
             yield recording
 
     @contextmanager
@@ -163,7 +165,7 @@ class RoutingReplay:
         if compared is not None:
             compared_routes = entries if compared is routes else self._check(compared, recorded=True)
         limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
-        with self._open(Replayer(entries, self._hooks, observe, compared_routes, limit, checks)) as recording:
+        with self._open(Session(self._hooks, entries, observe, compared_routes, limit, checks)) as recording:
             yield recording
 
     def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:
@@ -173,7 +175,7 @@ class RoutingReplay:
         return [check_routes(f"micro-batch {i}", entry, self._hooks, recorded) for i, entry in enumerate(entries)]
 
     @contextmanager
-    def _open(self, session: Recorder | Replayer) -> Iterator[Recording]:
+    def _open(self, session: Session) -> Iterator[Recording]:
         for hook in self._hooks:
             if hook.router.router_replay is not hook:
                 raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")

@@ -1,4 +1,4 @@
-"""Answers the routers while a block is open: ``Recorder`` keeps the routers' choice, ``Replayer`` gives routes.
+"""Answers the routers while a block is open: a ``Session`` records the routers' choice, or gives routes.
 
 A router call does not synchronise host and device. The routes of all micro-batches go to the device when the block
 opens, stored layer by layer. Counts are read when the block closes. All state is kept by micro-batch, because passes
@@ -81,61 +81,27 @@ def _find_table(tables: Sequence[_Table], hook: Hook, call: RouterCall, scores: 
     return table
 
 
-class Recorder:
-    """Routes natively. Keeps the choice (``keep``), and the number of experts shared with ``compared`` routes."""
+class Session:
+    """Gives the routers the experts of ``routes``, micro-batch by micro-batch; without routes, their own choice.
 
-    replays = False
-    """Whether the experts come from given routes and not from the router."""
-
-    def __init__(self, hooks: Sequence[Hook], keep: bool, compared: Routes | None) -> None:
-        self._kept = Columns(dict) if keep else None
-        self._shared = Columns(dict)
-        self._compared = None if compared is None else _make_tables(compared, hooks)
-        self.tokens: dict[int, torch.Tensor] = {}
-        """By micro-batch, the model's input ids, one per row of the routers."""
-
-    def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, experts), [T_local, K] each."""
-        if not call.first and self._kept is not None:
-            return question.at(self._kept[hook][call.micro].long())
-        experts = question.preferred()
-        if call.first and self._kept is not None:
-            self._kept[hook][call.micro] = experts.to(hook.dtype)
-        if call.first and self._compared is not None:
-            compared = _find_table(self._compared, hook, call, question.scores).experts[hook.column]
-            self._shared[hook][call.micro] = _count_shared(experts, compared)
-        return question.at(experts)
-
-    def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
-        """ReplayError if routers saw different micro-batches, or none."""
-        if hooks and not block.passes:
-            raise ReplayError("nothing was recorded: run forward passes in the block, on the thread that opened it")
-        if self._kept is not None:
-            for micro, experts in enumerate(_stack(self._kept, hooks, block)):
-                ids = self.tokens.get(micro)
-                fits = ids is not None and len(ids) == len(experts)
-                recording.routes.append(MicroRoutes(experts, None, ids if fits else None))
-        recording.shared = _stack(self._shared, hooks, block)
-
-
-class Replayer:
-    """Gives the routers the experts of ``routes``, micro-batch by micro-batch."""
-
-    replays = True
+    keep: keep the routers' own choice. compared: count the experts shared with these routes, too.
+    """
 
     def __init__(
         self,
-        routes: Routes,
         hooks: Sequence[Hook],
-        observe: bool,
+        routes: Routes | None,
+        keep: bool,
         compared: Routes | None,
-        min_agreement: float,
+        min_agreement: float = 0.0,
         checks: DeviceChecks | None = None,
     ) -> None:
-        self._routes, self._checks, self._min_agreement = routes, checks, min_agreement
-        self._tables = _make_tables(routes, hooks, min_agreement > 0)
-        self._own = Columns(dict)  # the routers' own choice in the sampled rows
-        self._native = Columns(dict) if observe else None
+        self.replays = routes is not None
+        """Whether the experts come from given routes and not from the router."""
+        self._routes, self._checks, self._min_agreement = routes or (), checks, min_agreement
+        self._tables = _make_tables(self._routes, hooks, min_agreement > 0)
+        self._sampled = Columns(dict)  # the routers' own choice in the sampled rows
+        self._native = Columns(dict) if keep else None
         self._shared, self._native_shared = Columns(dict), Columns(dict)
         # If the replayed routes are compared with themselves, they need no second copy on the device.
         same = compared is routes
@@ -145,25 +111,37 @@ class Replayer:
 
     def choose(self, hook: Hook, call: RouterCall, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (scores, experts), [T_local, K] each."""
+        if self.replays:
+            experts = self._find_experts(hook, call, question)
+        elif call.first or self._native is None:
+            experts = question.preferred()
+        else:
+            experts = self._native[hook][call.micro]
+        if call.first and self._native is not None:
+            self._native[hook][call.micro] = question.preferred().to(hook.dtype)
+        if call.first and self._compared is not None:
+            compared = _find_table(self._compared, hook, call, question.scores).experts[hook.column]
+            self._shared[hook][call.micro] = _count_shared(experts, compared)
+            if self.replays:
+                self._native_shared[hook][call.micro] = _count_shared(question.preferred(), compared)
+        return question.at(experts.long())
+
+    def _find_experts(self, hook: Hook, call: RouterCall, question: Question) -> torch.Tensor:
+        """Return the experts of a call's routes, narrow [T_local, K]; the router fills absent rows."""
         table = _find_table(self._tables, hook, call, question.scores)
         narrow = table.experts[hook.column]
         if call.first and (table.num_absent or self._min_agreement > 0):
             preferred = question.preferred().index_select(0, table.asked).to(hook.dtype)
             absent, sampled = preferred.tensor_split([table.num_absent])
             narrow.index_copy_(0, table.asked[: table.num_absent], absent)
-            self._own[hook][call.micro] = sampled
-        experts = narrow.long()
-        if call.first and self._native is not None:
-            self._native[hook][call.micro] = question.preferred().to(hook.dtype)
-        if call.first and self._compared is not None:
-            compared = _find_table(self._compared, hook, call, question.scores).experts[hook.column]
-            self._shared[hook][call.micro] = _count_shared(narrow, compared)
-            self._native_shared[hook][call.micro] = _count_shared(question.preferred(), compared)
-        return question.at(experts)
+            self._sampled[hook][call.micro] = sampled
+        return narrow
 
     def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
-        """ReplayError as ``RoutingReplay.replay`` on closing."""
-        for hook in hooks:
+        """ReplayError as ``RoutingReplay.replay`` on closing, and if nothing was recorded."""
+        if not self.replays and hooks and not block.passes:
+            raise ReplayError("nothing was recorded: run forward passes in the block, on the thread that opened it")
+        for hook in hooks if self.replays else ():
             used = len(block.micros_of(hook.column))
             if used != len(self._routes):
                 raise ReplayError(
@@ -175,17 +153,19 @@ class Replayer:
         recording.compared_tokens = check_tokens(self._routes, self.tokens, checks)
         if self._checks is None:
             checks.require()
-        recording.shared, recording.native_shared = (
-            _stack(counts, hooks, block) for counts in (self._shared, self._native_shared)
-        )
+        native = [] if self._native is None else _stack(self._native, hooks, block)
+        if self.replays:
+            recording.native = [MicroRoutes(experts) for experts in native]
+        else:
+            for micro, experts in enumerate(native):
+                ids = self.tokens.get(micro)
+                fits = ids is not None and len(ids) == len(experts)
+                recording.routes.append(MicroRoutes(experts, None, ids if fits else None))
+        recording.shared = _stack(self._shared, hooks, block)
+        recording.native_shared = _stack(self._native_shared, hooks, block)
         recording.native_rows = len(hooks) * sum(table.num_absent for table in self._tables)
-        if self._native is not None:
-            recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks, block)]
         if self._tables and self._min_agreement > 0:  # last, because a caller may go on after an AgreementError
-            preferred, layers = _stack(self._own, hooks, block), [hook.layer for hook in hooks]
-            replayed = [
-                table.experts[:, table.asked[table.num_absent :]].transpose(0, 1).contiguous() for table in self._tables
-            ]
-            recording.agreement = check_agreement(
-                replayed, preferred, layers, hooks[0].num_experts, self._min_agreement
-            )
+            preferred, layers = _stack(self._sampled, hooks, block), [hook.layer for hook in hooks]
+            rows = [t.experts[:, t.asked[t.num_absent :]].transpose(0, 1).contiguous() for t in self._tables]
+            num_experts = hooks[0].num_experts
+            recording.agreement = check_agreement(rows, preferred, layers, num_experts, self._min_agreement)

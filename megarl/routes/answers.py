@@ -4,6 +4,9 @@
 model read: prompt and response without the last token. A row of -1 is missing: the token routes natively, and is
 counted.
 
+Exempt layers (``MoeShape``) are left out, whatever an answer has there: SGLang captures no layer whose router reads a
+table, and answers with zeros.
+
 An engine that routes inside a kernel captures nothing, and answers with zeros of a new buffer, with padding, or with
 one row of an earlier pass for all tokens. ``refuse_uncaptured`` refuses these answers.
 """
@@ -73,7 +76,7 @@ def routes_from_sglang(
 
 
 def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTrace:
-    """Return SGLang's int32 [rows, layers, K] without the dense layers; TraceError if it is of another shape."""
+    """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError if it is of another shape."""
     per_row = 4 * shape.num_layers * shape.topk
     if len(raw) % per_row:
         raise TraceError(
@@ -81,7 +84,7 @@ def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTr
             f"top-{shape.topk}: the server runs another model"
         )
     whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
-    rows = whole[:, list(shape.moe_layers)] if shape.dense_layers else whole
+    rows = whole[:, list(shape.moe_layers)] if len(shape.moe_layers) < shape.num_layers else whole
     for layer in shape.dense_layers:
         if (whole[:, layer].any(1) & (rows != -1).any((1, 2))).any():
             raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")

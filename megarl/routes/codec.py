@@ -126,9 +126,7 @@ def _read_header(data: memoryview, label: str) -> tuple[_Shape, bool]:
     if magic != MAGIC:
         raise TraceError(f"{label}: begins with {magic!r}, expected {MAGIC!r}: this is no encoded routing trace")
     if version != VERSION:
-        raise TraceError(
-            f"{label}: format version {version}, expected {VERSION}: another megarl wrote it; record again"
-        )
+        raise TraceError(f"{label}: format version {version}, expected {VERSION}: of another megarl; record again")
     if zlib.crc32(data[_START.size :]) != crc:
         raise TraceError(
             f"{label}: the data of {len(data)} bytes does not match its checksum: it is cut off, damaged, or has "

@@ -38,31 +38,27 @@ class RoutingTrace:
     """Names the sequence in error messages, for instance "group 3 sample 1"."""
 
     def __post_init__(self) -> None:
-        experts = np.asarray(self.experts)
+        label, experts = self.label, np.asarray(self.experts)
         if experts.ndim != 3 or experts.dtype.kind not in "iu":
-            raise TraceError(
-                f"{self.label}: experts are {experts.dtype} {list(experts.shape)}, expected integers [T, L, K]"
-            )
+            raise TraceError(f"{label}: experts are {experts.dtype} {list(experts.shape)}, expected integers [T, L, K]")
         if not 1 <= self.num_experts <= 65536 or experts.shape[2] > self.num_experts:
             raise TraceError(
-                f"{self.label}: top-{experts.shape[2]} of {self.num_experts} experts; "
+                f"{label}: top-{experts.shape[2]} of {self.num_experts} experts; "
                 f"num_experts must be 1..65536 and at least the top-k"
             )
-        present = None if self.present is None else np.asarray(self.present)
-        if present is not None and (present.dtype != np.bool_ or present.shape != experts.shape[:1]):
+        mask = None if self.present is None else np.asarray(self.present)
+        if mask is not None and (mask.dtype != np.bool_ or mask.shape != experts.shape[:1]):
+            raise TraceError(f"{label}: present is {mask.dtype} {list(mask.shape)}, expected bool [{len(experts)}]")
+        if error_text := describe_wrong_row(experts, self.num_experts, mask):
             raise TraceError(
-                f"{self.label}: present is {present.dtype} {list(present.shape)}, expected bool [{len(experts)}]"
-            )
-        if error_text := describe_wrong_row(experts, self.num_experts, present):
-            raise TraceError(
-                f"{self.label}, {error_text}. Likely the trace is of another model, is not aligned with its tokens, or "
+                f"{label}, {error_text}. Likely the trace is of another model, is not aligned with its tokens, or "
                 "has padding: mark rows that the engine did not record as not present, and leave dense layers out"
             )
         narrow = experts.astype(narrow_dtype(self.num_experts), order="C")
-        if present is not None:
-            narrow[~present] = 0
+        if mask is not None:
+            narrow[~mask] = 0
         object.__setattr__(self, "experts", narrow)
-        object.__setattr__(self, "present", present)
+        object.__setattr__(self, "present", mask)
 
     @classmethod
     def of_rows(cls, rows: np.ndarray, num_experts: int, label: str) -> RoutingTrace:

@@ -61,13 +61,12 @@ class TracedSequence:
     """int32 [T], version of the weights that chose the experts of each token."""
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.trace.experts)
-        for column, dtype in _COLUMNS.items():
-            values = getattr(self, column)
-            if values is not None and (values.dtype != dtype or values.shape != (num_tokens,)):
-                raise TraceError(
-                    f"{self.name}: {column} is {values.dtype} {list(values.shape)}, expected {dtype} [{num_tokens}]"
-                )
+        size = len(self.trace.experts)
+        for name, dtype in _COLUMNS.items():
+            column = getattr(self, name)
+            if column is not None and (column.dtype != dtype or column.shape != (size,)):
+                shape = list(column.shape)
+                raise TraceError(f"{self.name}: {name} is {column.dtype} {shape}, expected {dtype} [{size}]")
 
 
 def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> TracedSequence:
@@ -104,9 +103,7 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
     for name in _COLUMNS:
         column = [values for sequence in sequences if (values := getattr(sequence, name)) is not None]
         if len(column) not in (0, len(names)):
-            raise TraceError(
-                f"{path}: {len(column)} of {len(names)} sequences have {name}; expected it in all of them or in none"
-            )
+            raise TraceError(f"{path}: {len(column)} of {len(names)} sequences have {name}; expected all or none")
         if column:
             tensors[name] = np.concatenate(column)
     versions = np.unique(tensors.get("row_versions", ())).tolist()
@@ -150,9 +147,8 @@ def read_traces(path: str | Path) -> TraceFile:
         return TraceFile(path, _Metadata.model_validate(metadata), tensors)
     except ValidationError as error:
         first = error.errors()[0]
-        raise TraceError(
-            f"{path}: its metadata has {first['loc'][0]} = {str(first['input'])[:40]!r}: {first['msg']}"
-        ) from error
+        entry = f"{first['loc'][0]} = {str(first['input'])[:40]!r}"
+        raise TraceError(f"{path}: its metadata has {entry}: {first['msg']}") from error
 
 
 class TraceFile:
@@ -209,9 +205,8 @@ def common_names(a: TraceFile, b: TraceFile) -> list[str]:
             )
     names = [name for name in a.names if name in b]
     if not names:
-        raise TraceError(
-            f"{a.path} and {b.path} have no sequence of the same name; they begin with {a.names[:2]} and {b.names[:2]}"
-        )
+        begins = f"they begin with {a.names[:2]} and {b.names[:2]}"
+        raise TraceError(f"{a.path} and {b.path} have no sequence of the same name; {begins}")
     return names
 
 
@@ -246,16 +241,14 @@ def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype
 
 
 def _read_bounds(
-    path: Path, tensors: Mapping[str, np.ndarray], name: str, num_sequences: int, end: int | None = None
+    path: Path, tensors: Mapping[str, np.ndarray], name: str, count: int, end: int | None = None
 ) -> np.ndarray:
     """Return [N+1] offsets that rise from 0 to ``end``; None takes their own last one."""
     bounds = _read_column(path, tensors, name, np.dtype(np.int64))
     end = int(bounds[-1]) if end is None and len(bounds) else end or 0
     rising = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == end and bool((np.diff(bounds) >= 0).all())
-    if len(bounds) != num_sequences + 1 or not rising:
-        raise TraceError(
-            f"{path}: {name} has {len(bounds)} entries, expected {num_sequences + 1} that rise from 0 to {end}"
-        )
+    if len(bounds) != count + 1 or not rising:
+        raise TraceError(f"{path}: {name} has {len(bounds)} entries, expected {count + 1} that rise from 0 to {end}")
     return bounds
 
 

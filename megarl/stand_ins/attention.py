@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
@@ -187,14 +187,9 @@ class PackedAttention(torch.nn.Module):
             key, value = (pad(column, (0, 8, 0, 1)) for column in (key, value))
             key[..., -1, -8] = 1.0
             visible = pad(visible, (0, 1), value=True)
+        is_grouped = query.size(1) != key.size(1)
         out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
+            query, key, value, visible, is_causal=visible is None, scale=self.softmax_scale, enable_gqa=is_grouped
         )
         return out[..., :width].transpose(1, 2)
 
@@ -206,18 +201,26 @@ class PackedAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms."""
+    """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms.
+
+    Zero-centred if the config says so: ``x / rms(x) * (1 + weight)``, in fp32.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, own_eps: float | None = None, **_: Any
     ) -> None:
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            raise ConfigError(
-                f"norm {config.normalization!r} (zero-centred: {config.layernorm_zero_centered_gamma}) needs "
-                "Transformer Engine; without it only plain RMSNorm is built"
-            )
+        if config.normalization != "RMSNorm":
+            raise ConfigError(f"norm {config.normalization!r} needs Transformer Engine, expected 'RMSNorm'")
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+        self.is_centred = config.layernorm_zero_centered_gamma
+        torch.nn.init.constant_(self.weight, 0.0 if self.is_centred else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same shape."""
+        if not self.is_centred:
+            return super().forward(x)
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormOverHeads(RMSNorm):

@@ -59,9 +59,7 @@ def load_factory(config: Config) -> Callable[..., Any]:
     if config.rollout.engine in ENGINES:
         built, megatron = checkpoint_shapes(config.model.path), hf_shapes(read_shape(config.model.path))
         if other := [name for name in built.keys() | megatron if built.get(name) != megatron.get(name)]:
-            pairs = [
-                f"{name} {built.get(name, 'absent')} (Megatron's {megatron.get(name, 'absent')})" for name in other
-            ]
+            pairs = [f"{n} {built.get(n, 'absent')} (Megatron's {megatron.get(n, 'absent')})" for n in other]
             raise ConfigError(f"model.path: transformers builds another model of config.json: {some(pairs)}")
     factory = config.rollout.engine_kind.factory
     if isinstance(factory, str):
@@ -139,10 +137,7 @@ def make_transport(config: Config) -> Transport:
 
 
 def _start_servers(
-    config: Config,
-    key: str | None,
-    transport: Transport,
-    tell: Callable[[str], None],
+    config: Config, key: str | None, transport: Transport, tell: Callable[[str], None]
 ) -> tuple[Fleet | None, list[str]]:
     """Return the servers of this rank's node, on the rank that started the servers, and all URLs; a collective call."""
     settings = config.sglang
@@ -182,12 +177,7 @@ def _find_host(nodes: Sequence[int]) -> str:
 
 
 def _make_fleet(
-    config: Config,
-    key: str | None,
-    nodes: Sequence[int],
-    host: str,
-    transport: Transport,
-    tell: Callable[[str], None],
+    config: Config, key: str | None, nodes: Sequence[int], host: str, transport: Transport, tell: Callable[[str], None]
 ) -> Fleet:
     """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder per node."""
     settings = config.sglang

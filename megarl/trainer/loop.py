@@ -14,14 +14,13 @@ restart is sampled with its own weights.)
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from megarl.config import Config
-from megarl.core.metrics import Stat, finalize
+from megarl.core.metrics import finalize
 from megarl.core.objectives import try_functions
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
@@ -32,7 +31,6 @@ from megarl.run import progress as shown
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
-from megarl.run.progress import StepProgress
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.trainer.engines import make_engine
@@ -40,7 +38,7 @@ from megarl.trainer.mini_batch import MiniBatch, StepPlan
 from megarl.trainer.records import Monitor, SampleRecords
 from megarl.trainer.sampling.sampler import Sampler
 from megarl.trainer.sampling.step_rollouts import StepRollouts
-from megarl.trainer.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
+from megarl.trainer.saving import RunCheckpoints, record_ending
 from megarl.trainer.step import TrainStep
 
 
@@ -55,7 +53,7 @@ def train(config: Config) -> None:
     with ExitStack() as stack:
         # Under a launcher, a killed trainer may hold the lock for a moment.
         wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
-        tell = StepProgress(enabled=distributed.is_main_rank()).line
+        tell = shown.StepProgress(enabled=distributed.is_main_rank()).line
         lock = RunLock(folder / "lock", tell, wait_s=wait_s)
 
         def lock_and_claim() -> None:
@@ -147,10 +145,13 @@ class Trainer:
         self.records.write(done, plan, rollouts, minis, self.tripwires.verdict)
         self.checkpoints.eval_is_due = plan.evaluates
         statistics = distributed.collect([rollouts.metrics, *(mini.statistics for mini in minis)])
-        with self.checkpoints.save_on_failure(done), self._log_step(done, started, statistics, last_update):
-            self.tripwires.stop_if_bad()
-            if not self.config.rollout.one_step_off:
-                self._sync(done)
+        with self.checkpoints.save_on_failure(done):
+            try:
+                self.tripwires.stop_if_bad()
+                if not self.config.rollout.one_step_off:
+                    self._sync(done)
+            finally:  # a checkpoint of the failure contains the step
+                self.monitor.log_step(done, time.perf_counter() - started, statistics, last_update)
         if plan.evaluates:
             self._evaluate(done)
         if plan.saves:
@@ -185,20 +186,6 @@ class Trainer:
             for of_mini in rollouts.mini_batches:
                 of_mini.clear()  # frees the routes: every rank has its rows
         return minis
-
-    @contextmanager
-    def _log_step(
-        self, done: int, started: float, statistics: dict[str, Stat] | None, last_update: dict[str, float]
-    ) -> Iterator[None]:
-        """Log the step after the block, also if it fails: the following checkpoint contains the step."""
-        failure: Exception | None = None
-        try:
-            yield
-        except ERRORS_ON_ALL_RANKS as error:
-            failure = error
-        self.monitor.log_step(done, time.perf_counter() - started, statistics, last_update)
-        if failure is not None:
-            raise failure
 
     def _sync(self, version: int) -> None:
         """Send the weights after ``version`` steps to the engine, if it has older weights. The engine must be idle."""

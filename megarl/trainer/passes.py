@@ -23,14 +23,11 @@ from megarl.core import objectives
 from megarl.core.devices import DeviceChecks, to_device
 from megarl.core.measures import mismatch_metrics
 from megarl.core.metrics import Stat, merge
-from megarl.core.objectives import Objective
 from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
 from megarl.errors import AgreementError, MegarlError, ReplayError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
-from megarl.megatron.distributed import all_gather
 from megarl.megatron.passes import forward
-from megarl.megatron.passes.forward import MicroOutput
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import gather_shared
@@ -46,7 +43,7 @@ Routing = AbstractContextManager[Recording | None]
 class PassOutput:
     """What a pass over a mini-batch brings."""
 
-    micros: list[MicroOutput]
+    micros: list[forward.MicroOutput]
     """By micro-batch; empty before the last pipeline stage."""
     recording: Recording | None
     """What the routers did; None without recording or replay."""
@@ -75,11 +72,10 @@ def run_pass(
     all ranks, and so is an error of ``checks``, which are required at the end. leaves_mistakes: routes that agree too
     little are returned, not raised, for the tripwires to judge.
     """
-    outputs: list[MicroOutput] = []
+    outputs: list[forward.MicroOutput] | None = None
     recording: Recording | None = None
     mistake: AgreementError | None = None
     failure: MegarlError | None = None
-    has_run = False
     try:
         with routing or replayed(policy, mini) as recording:
             outputs = forward.run(
@@ -89,9 +85,8 @@ def run_pass(
                 vocab_size=policy.shape.vocab_size,
                 **options,
             )
-            has_run = True
     except ReplayError as error:
-        if not has_run:  # during the pass, ranks are in different collective calls
+        if outputs is None:  # during the pass, ranks are in different collective calls
             raise
         if leaves_mistakes and isinstance(error, AgreementError):
             mistake = error
@@ -104,7 +99,7 @@ def run_pass(
         failure = failure or error
     if policy.replay is not None or checks is not None:
         distributed.fail_together(failure, "the pass")
-    return PassOutput(outputs, recording, mistake)
+    return PassOutput(outputs or [], recording, mistake)
 
 
 def replayed(policy: Policy, mini: MiniBatch, checks: DeviceChecks | None = None) -> Routing:
@@ -198,7 +193,7 @@ class _Columns:
 
 
 def token_advantages(
-    objective: Objective, judged: Judged, minis: Sequence[MiniBatch], logprobs: Sequence[torch.Tensor]
+    objective: objectives.Objective, judged: Judged, minis: Sequence[MiniBatch], logprobs: Sequence[torch.Tensor]
 ) -> tuple[list[MiniBatch], Stat | None]:
     """Return mini-batches of whole groups with the objective's advantage of every token; a collective call.
 
@@ -228,7 +223,9 @@ def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor)
     return replace(micro, batch=replace(micro.batch, advantages=advantages))
 
 
-def _compute(objective: Objective, judged: Judged, local: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
+def _compute(
+    objective: objectives.Objective, judged: Judged, local: _Columns, group: dist.ProcessGroup
+) -> torch.Tensor:
     """Return the advantages of the rank's loss tokens, float64 [T], from whole groups."""
     columns, begin = _gather_groups(local, torch.from_numpy(judged.groups), group)
     ids = columns.ids.numpy()
@@ -252,10 +249,10 @@ def _gather_groups(local: _Columns, groups: torch.Tensor, ranks: dist.ProcessGro
         return local, 0
     # All ranks have equally many sequences, so ids and lengths need no padding.
     device = torch.cuda.current_device()
-    heads = all_gather(to_device(torch.stack([local.ids, local.lengths]), device), ranks).cpu()
+    heads = distributed.all_gather(to_device(torch.stack([local.ids, local.lengths]), device), ranks).cpu()
     totals = [int(head[1].sum()) for head in heads]
     padded = torch.nn.functional.pad(local.logprobs, (0, max(totals) - local.logprobs.size(1)))
-    of_ranks = all_gather(to_device(padded, device), ranks).cpu()
+    of_ranks = distributed.all_gather(to_device(padded, device), ranks).cpu()
     logprobs = [column[:, :total] for column, total in zip(of_ranks, totals, strict=True)]
     ids, lengths = torch.cat(list(heads), 1)
     is_needed = torch.isin(groups[ids], groups[local.ids])

@@ -55,27 +55,19 @@ class SampleRecords:
         if self._count:
             gaps = [mini.first.gaps for mini in minis if mini.first is not None and distributed.holds_outputs()]
             gaps = gaps if drops is None else [drops.gaps]  # of all ranks
-            self._store_texts(done, rollouts, gaps, reasons)
+            # Besides the main rank, ranks have texts only if all are stored, or after a failed reward.
+            place = dist.get_rank(), rollouts.first_prompt
+            packed = samples.pack(complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons))
+            is_on_all_ranks = self._count == "all" or rollouts.unjudged
+            members = distributed.gather_on_main_rank(packed) if is_on_all_ranks else [packed]
+            if self._is_main and members:
+                samples.append(self._folder, b"".join(members))
         if self._is_main:
             versions = [micro.batch.weight_versions for mini in minis for micro in mini.micro_batches]
             oldest = min(int(of_micro.min()) for of_micro in versions if of_micro is not None)
             first = rollouts.first_prompt
             dropped = {(first + prompt, sample): reason for (prompt, sample), reason in reasons.items()}
             samples.record_step(self._folder, done, oldest, rollouts.trained, dropped)
-
-    def _store_texts(
-        self, done: int, rollouts: StepRollouts, gaps: Sequence[np.ndarray], reasons: dict[tuple[int, int], str]
-    ) -> None:
-        """Decode and pack texts on the ranks that have excerpts; the main rank writes.
-
-        Besides the main rank, ranks have excerpts only if all texts are stored, or after a failed reward.
-        """
-        place = dist.get_rank(), rollouts.first_prompt
-        packed = samples.pack(complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons))
-        is_on_all_ranks = self._count == "all" or rollouts.unjudged
-        members = distributed.gather_on_main_rank(packed) if is_on_all_ranks else [packed]
-        if self._is_main and members:
-            samples.append(self._folder, b"".join(members))
 
 
 class TraceDump:
@@ -87,8 +79,7 @@ class TraceDump:
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         assert policy.replay is not None, "check_fit refuses settings that bypass the replay hook"
-        self.folder, self.layers, self.shape = folder, policy.replay.layers, policy.shape
-        shape = policy.shape
+        self.folder, self.layers, self.shape = folder, policy.replay.layers, (shape := policy.shape)
         self.info = TraceInfo(policy.config.model.path, shape.moe_layers, shape.num_experts, shape.topk)
 
     def write(self, step: int, rollouts: Sequence[Sequence[Rollout]], minis: Sequence[MiniBatch]) -> None:
@@ -114,9 +105,7 @@ class TraceDump:
             file = self.folder / f"step_{step:07d}.{engine}.rank{rank:04d}.safetensors"
             write_traces(file, self.info, sequences)
 
-    def _gather_routes(
-        self, mini: MiniBatch, rollouts: Sequence[Rollout], indices: Sequence[int]
-    ) -> dict[int, np.ndarray]:
+    def _gather_routes(self, mini: MiniBatch, rollouts: Sequence[Rollout], indices: list[int]) -> dict[int, np.ndarray]:
         """Return the routes [T, L, K] of sequences, collected from the ranks of their routers."""
         if mini.first is None or mini.first.native_routes is None:
             raise TraceError("log.traces_every: the engine recorded no routes; expected them with every rollout")

@@ -4,6 +4,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,26 @@ _SIGNS_ARE_OLD_S = 6.0
 """After so many seconds, old signs show a rank's death."""
 
 
+@dataclass(eq=False)
 class RunCheckpoints:
     """Saves and restores a run: policy, sampler, tripwires, and whether the evaluation of the step is still due.
 
     A run also saves before it ends early: on request, or when the engine fails on all ranks. Methods are collective.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        sampler: Sampler,
-        tripwires: Tripwires,
-        monitor: Monitor,
-        stop: StopRequest,
-    ) -> None:
-        self.folder = config.run_dir / "checkpoints"
-        self.eval_is_due = False
-        """Saved too: a run that ends before an evaluation makes up for the evaluation."""
-        self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
-        self.saver = Saver(self.folder, config.checkpoint.keep, self._run, config.checkpoint.keep_every)
-        self._config, self._policy, self._sampler, self._tripwires = config, policy, sampler, tripwires
-        self._monitor, self._stop = monitor, stop
+    config: Config
+    policy: Policy
+    sampler: Sampler
+    tripwires: Tripwires
+    monitor: Monitor
+    stop: StopRequest
+    eval_is_due: bool = False
+    """Saved too: a run that ends before an evaluation makes up for the evaluation."""
+
+    def __post_init__(self) -> None:
+        settings, self.folder = self.config.checkpoint, self.config.run_dir / "checkpoints"
+        self._run = distributed.from_main_rank(lambda: read_run_id(self.config.run_dir))
+        self.saver = Saver(self.folder, settings.keep, self._run, settings.keep_every)
 
     def newest(self) -> tuple[int, Path] | None:
         """Return (finished steps, folder) of the newest complete checkpoint."""
@@ -64,19 +63,19 @@ class RunCheckpoints:
 
         Returns the number of steps, None without a checkpoint. DamageError if all checkpoints are damaged.
         """
-        with self._monitor.phase("verify"):
+        with self.monitor.phase("verify"):
             intact = self._find_intact()
         if intact is None:
             return None
-        with self._monitor.phase("load"):
-            state = checkpoint.load(intact[1], self._policy)
+        with self.monitor.phase("load"):
+            state = checkpoint.load(intact[1], self.policy)
         self.eval_is_due = bool(state.get("eval_is_due"))
-        self._sampler.load_state_dict(state.get("sampler", {}))
-        self._tripwires.state |= state.get("tripwires", {})  # of an earlier megarl: learn again
-        done, say = int(state["step"]), self._monitor.say
-        num_dropped = self._monitor.log.truncate_after(done, evaluated=not self.eval_is_due)
+        self.sampler.load_state_dict(state.get("sampler", {}))
+        self.tripwires.state |= state.get("tripwires", {})  # of an earlier megarl: learn again
+        done, say = int(state["step"]), self.monitor.say
+        num_dropped = self.monitor.log.truncate_after(done, evaluated=not self.eval_is_due)
         say(f"resumed from {intact[1]} after step {done}; dropped {num_dropped} later records")
-        if state["layout"] != (layout := describe_layout(self._policy)):
+        if state["layout"] != (layout := describe_layout(self.policy)):
             say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")
         return done
 
@@ -85,7 +84,7 @@ class RunCheckpoints:
 
         Damaged newer checkpoints are named and set aside. DamageError if all are damaged; all stay unchanged.
         """
-        say, faults = self._monitor.say, dict[Path, str]()
+        say, faults = self.monitor.say, dict[Path, str]()
         for step, path in reversed(self._complete()):
             fault = checkpoint.find_damage(path, self._run)
             if fault is None:
@@ -107,21 +106,21 @@ class RunCheckpoints:
 
         sampling: see ``save_on_failure``. SaveError if the disk refuses the save or the save before.
         """
-        self._monitor.log.sync()  # the records of these steps must be on disk before the checkpoint is
-        with self._monitor.phase("checkpoint"):
+        self.monitor.log.sync()  # the records of these steps must be on disk before the checkpoint is
+        with self.monitor.phase("checkpoint"):
             state = {
-                "sampler": self._sampler.state_dict() if sampling is None else sampling,
-                "tripwires": dict(self._tripwires.state),
+                "sampler": self.sampler.state_dict() if sampling is None else sampling,
+                "tripwires": dict(self.tripwires.state),
                 "eval_is_due": self.eval_is_due,
             }
             self.poll(wait=True)
-            self.saver.begin(done, self._policy, state)
-            self.poll(wait=not self._config.checkpoint.asynchronous)
+            self.saver.begin(done, self.policy, state)
+            self.poll(wait=not self.config.checkpoint.asynchronous)
 
     def poll(self, *, wait: bool = False) -> None:
         """Finish the save in the background if it is written; ``wait`` until it is."""
         if path := self.saver.poll(wait=wait):
-            self._monitor.say(f"saved {path}")
+            self.monitor.say(f"saved {path}")
 
     @contextmanager
     def save_on_failure(self, done: int, sampling: dict[str, Any] | None = None) -> Iterator[None]:
@@ -137,7 +136,7 @@ class RunCheckpoints:
 
     def end_if_asked(self, done: int) -> None:
         """Save ``done`` steps and raise StopError if any rank was asked to stop before the last step."""
-        if done < self._config.run.steps and self._stop.agree():
+        if done < self.config.run.steps and self.stop.agree():
             self._end(done)
 
     def raise_if_asked(self) -> None:
@@ -145,19 +144,19 @@ class RunCheckpoints:
 
         They may be wrong: the signal may have reached the reward workers too.
         """
-        if self._stop.agree():
+        if self.stop.agree():
             raise StopError("asked to stop")
 
     def _end(self, done: int, sampling: dict[str, Any] | None = None) -> None:
         """Save ``done`` steps unless they are saved; StopError if the run was asked to stop."""
-        is_asked = self._stop.agree()
+        is_asked = self.stop.agree()
         try:
             self.poll(wait=True)
         except SaveError as error:
             if not error.on_all_ranks:
                 raise
-            self._monitor.say(f"warning: {error}")  # continue: the disk may have room again
-        saves = is_asked or self._config.checkpoint.every or self._config.checkpoint.at_end
+            self.monitor.say(f"warning: {error}")  # continue: the disk may have room again
+        saves = is_asked or self.config.checkpoint.every or self.config.checkpoint.at_end
         if saves and done and (self.newest() or (0,))[0] < done:
             self.save(done, sampling)
             self.poll(wait=True)

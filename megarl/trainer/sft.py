@@ -6,16 +6,15 @@ tokens in the batch: the loss is the mean negative log-likelihood.
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megarl.config import Config
-from megarl.core.metrics import Stat, finalize
+from megarl.core.metrics import finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
-from megarl.core.types import TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
@@ -36,35 +35,33 @@ def sft(config: Config) -> None:
 
     ConfigError without an [sft] table.
     """
-    settings = config.sft
-    if settings is None:
+    table = config.sft
+    if table is None:
         raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
     out = config.sft_out.resolve()
-    require_apart(out, Path(config.model.path), Path(settings.data))
+    require_apart(out, Path(config.model.path), Path(table.data))
     require_own(out, partial_of(out))
     distributed.initialize(config)
-    inputs = distributed.from_main_rank(
-        lambda: fingerprint_model(config) | {"sft.data": fingerprint_data(settings.data)}
-    )
+    inputs = distributed.from_main_rank(lambda: fingerprint_model(config) | {"sft.data": fingerprint_data(table.data)})
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
-    schedule = Schedule(settings, max(settings.steps, settings.warmup_steps + 1))
+    schedule = Schedule(table, max(table.steps, table.warmup_steps + 1))
     policy = Policy(config, schedule)
     progress = StepProgress(enabled=distributed.is_main_rank())
     progress.line(
-        f"cold start of {config.model.path}: {settings.steps} steps of {settings.batch_size} demonstrations from "
-        f"{settings.data}, on {dist.get_world_size()} ranks; the result goes to {out}"
+        f"cold start of {config.model.path}: {table.steps} steps of {table.batch_size} demonstrations from "
+        f"{table.data}, on {dist.get_world_size()} ranks; the result goes to {out}"
     )
     if policy.left_out:
         progress.line(policy.left_out)
-    share = settings.batch_size // distributed.dp_size()
+    share = table.batch_size // distributed.dp_size()
     local = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
-    for step in range(settings.steps):
-        indices = order.take(step * settings.batch_size, settings.batch_size)[local]
+    for step in range(table.steps):
+        indices = order.take(step * table.batch_size, table.batch_size)[local]
         with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
             metrics = _step(config, policy, [demonstrations[i] for i in indices])
-        if metrics and (step % 10 == 9 or step + 1 == settings.steps):
-            progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
+        if metrics and (step % 10 == 9 or step + 1 == table.steps):
+            progress.line(f"cold start {step + 1}/{table.steps}  loss {metrics['loss']:.4f}")
     save_hf(policy.chunks, policy.shape, config.model.path, out, inputs=inputs)
     progress.line(f"cold start: wrote {config.sft_out}")
     distributed.shutdown()
@@ -79,17 +76,9 @@ def read_demonstrations(config: Config) -> list[Demonstration]:
 def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:
     batch = pack([make_rollout(d.tokens, d.loss_mask) for d in demonstrations], np.zeros(len(demonstrations)))
     total = over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens)).num_tokens
-    micro_batches = split(config, batch)
-
-    def weigh(
-        _: int, columns: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
-    ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
-        return columns.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
-
     policy.zero_grad()
-    outputs = forward.run(
-        policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size, coefficients=weigh
-    )
+    options: Any = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size, "coefficients": forward.by_mask(total)}
+    outputs = forward.run(policy.chunks, split(config, batch), **options)
     policy.optimizer_step()
     statistics = distributed.collect([output.metrics for output in outputs])
     return finalize(statistics) if statistics is not None else {}

@@ -38,7 +38,6 @@ from megarl.models.fit import check_reference, watches_routes
 from megarl.run.progress import Advance
 from megarl.trainer import passes
 from megarl.trainer.mini_batch import FirstPass, Judged, MiniBatch, StepPlan, check_missing_rows, over_ranks, split
-from megarl.trainer.passes import PassOutput, run_pass, token_advantages
 from megarl.watch.tripwires import StepJudge
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -116,7 +115,7 @@ class TrainStep:
     def old_pass(self, plan: StepPlan, mini: MiniBatch) -> MiniBatch:
         """Run the old-log-prob pass over a mini-batch, and compare the engines there."""
         routing = passes.compared(self.policy, mini, plan)
-        output = run_pass(self.policy, mini, routing, leaves_mistakes=self.tripwires.judges_routes)
+        output = passes.run_pass(self.policy, mini, routing, leaves_mistakes=self.tripwires.judges_routes)
         return replace(mini, first=passes.compare_engines(self.policy, mini, output, plan))
 
     def update(
@@ -156,12 +155,8 @@ class TrainStep:
         return minis, merge([equal_on_ranks, *(micro.metrics for micro in output.micros)])
 
     def backward(
-        self,
-        plan: StepPlan,
-        minis: Sequence[MiniBatch],
-        index: int,
-        advance: Advance | None = None,
-    ) -> PassOutput:
+        self, plan: StepPlan, minis: Sequence[MiniBatch], index: int, advance: Advance | None = None
+    ) -> passes.PassOutput:
         """Leave the gradients of mini-batch ``index`` in the model."""
         mini, function, checks = minis[index], self.config.train.objective_function, DeviceChecks()
         facts = self._facts(mini, has_moved=index > 0)
@@ -181,7 +176,7 @@ class TrainStep:
 
         self.policy.zero_grad()
         is_first_pass = index == 0 and mini.first is None
-        return run_pass(
+        return passes.run_pass(
             self.policy,
             mini,
             passes.compared(self.policy, mini, plan, checks)
@@ -211,16 +206,14 @@ class TrainStep:
         group = parallel_state.get_data_parallel_group()
         return gather_facts(self.objective, columns, partial(distributed.all_sum, group=group))
 
-    def _set_token_advantages(
-        self, minis: Sequence[MiniBatch], judged: Judged | None, is_current: bool
-    ) -> list[MiniBatch]:
+    def _set_token_advantages(self, minis: list[MiniBatch], judged: Judged | None, is_current: bool) -> list[MiniBatch]:
         """Return mini-batches of whole groups with advantages by token; is_current: of the policy whose weights moved.
 
         The first one's metrics get mean(log pi - log pi_ref).
         """
         logprobs = [column for mini in minis for column in self._current_logprobs(mini, is_current)]
         assert judged is not None, "the objective computes advantages from rewards"
-        minis, drift = token_advantages(self.objective, judged, minis, logprobs)
+        minis, drift = passes.token_advantages(self.objective, judged, minis, logprobs)
         if drift is not None:
             metric = {"kl/current" if is_current else "kl/ref": drift}
             minis[0] = replace(minis[0], metrics=merge([minis[0].metrics, metric]))
@@ -228,7 +221,7 @@ class TrainStep:
 
     def _current_logprobs(self, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:
         """Return log pi_theta [T] by micro-batch at the weights of the next update: pi_old's unless they moved."""
-        return run_pass(self.policy, mini).logprobs if has_moved or mini.first is None else mini.first.logprobs
+        return passes.run_pass(self.policy, mini).logprobs if has_moved or mini.first is None else mini.first.logprobs
 
 
 class Tripwires(StepJudge):

@@ -27,37 +27,25 @@ LEAST_VOTES = 4
 """Rows that must have moved equally far, or agree; fewer do by chance."""
 
 
+_KINDS = (
+    "empty zeros constant fewer more shifted transposed micro_batch layer low_byte renumbered run draft native other"
+)
+KINDS = frozenset(_KINDS.split())
+"""docs/verify.md says what each means."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A mistake that explains wrong rows."""
 
     kind: str
-    """A key of ``KINDS``."""
+    """One of ``KINDS``."""
     micro_batch: int
     explained: float
     """Share of the wrong pairs of the micro-batch that it predicts."""
     text: str
     """What happened, in a sentence."""
 
-
-KINDS = {
-    "empty": "tokens reach no expert",
-    "zeros": "rows of the experts 0..K-1: zeros or padding of an engine or kernel that captured nothing",
-    "constant": "one row for all tokens: padding, or a buffer that was filled once",
-    "fewer": "some of the expected experts: a smaller top-k, a capacity limit, or an expert twice in a row",
-    "more": "further experts beside the expected ones, such as padding of the routing map",
-    "shifted": "rows stand some places too early or too late",
-    "transposed": "[b, s] was flattened in the place of [s, b]",
-    "micro_batch": "the routes of another micro-batch",
-    "layer": "the routes of another layer",
-    "low_byte": "expert numbers cut to 8 bits",
-    "renumbered": "other numbers for the same experts, such as physical ids after expert rebalancing",
-    "run": "a run of rows that belongs to other tokens: another request, or a stale part of a buffer",
-    "draft": "a prediction (MTP) layer uses the routes of a decoder layer",
-    "native": "the router's own choice: nothing is replayed here",
-    "other": "experts that agree with the expected ones by chance only: other tokens, another model or rank",
-}
-"""What ``Cause.kind`` means."""
 
 _Prediction = tuple[str, str, np.ndarray]
 """Kind, sentence, predicted bits [R, L, B]."""
@@ -141,13 +129,11 @@ def _renumbered(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iter
     """Expert e of the expected rows is expert p(e) of the used ones, in each layer."""
     used, meant = map_of_bits(bits), map_of_bits(target)
     if used.shape[2] > 256:
-        low = meant[..., :256].copy()
-        for first in range(256, meant.shape[2], 256):
+        low = np.zeros_like(meant)
+        for first in range(0, meant.shape[2], 256):
             block = meant[..., first : first + 256]
             low[..., : block.shape[2]] |= block
-        predicted = np.zeros_like(meant)
-        predicted[..., :256] = low
-        yield "low_byte", "expert numbers are cut to 8 bits: numbers above 255 lost 256", bits_of_map(predicted)
+        yield "low_byte", "expert numbers are cut to 8 bits: numbers above 255 lost 256", bits_of_map(low)
     predicted, evidence, example = np.zeros_like(meant), 0, ""
     for layer in np.flatnonzero(wrong.any(0)):
         rows = wrong[:, layer]
@@ -160,11 +146,8 @@ def _renumbered(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iter
             if number[expert] != expert:
                 example = example or f"{expert} became {number[expert]}"
     if evidence > 0:
-        yield (
-            "renumbered",
-            f"the same experts have other numbers ({example}), such as physical ids",
-            bits_of_map(predicted),
-        )
+        text = f"the same experts have other numbers ({example}), such as physical ids"
+        yield "renumbered", text, bits_of_map(predicted)
 
 
 def _other_layers(bits: np.ndarray, target: np.ndarray, wrong: np.ndarray) -> Iterator[_Prediction]:

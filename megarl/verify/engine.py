@@ -114,7 +114,8 @@ class _Probe:
         if not (path := self.folder / "config.json").is_file():
             raise ConfigError(f"{self.folder} has no config.json: give the folder of the server's model as model_path")
         config = parse_json(path.read_bytes(), str(path), 1 << 24)
-        self.shape, self.vocabulary = MoeShape.of(config), config["vocab_size"]
+        self.shape, config = MoeShape.of(config), (config.get("text_config") or {}) | config
+        self.vocabulary = config["vocab_size"]
         self.room = self.info.get("max_req_input_len") or config.get("max_position_embeddings", 4096)
         self.random, self.versions = np.random.default_rng(0), set[str | None]()
 
@@ -173,7 +174,8 @@ class _Probe:
         if trace.num_missing > 1:  # the last token never has a row
             raise TraceError(f"{trace.num_missing - 1} of {len(trace.experts) - 1} rows are -1")
         used = len(np.unique(trace.experts))
-        return f"{list(trace.experts.shape)} with the last token; {used} of {trace.num_experts} experts are used"
+        size = f"{list(trace.experts.shape)} with the last token"
+        return f"{size}; {used} of {trace.num_experts} experts are used; {self.shape}"
 
     def ask_slot_order(self) -> str:
         """Experts of small weight are the first to leave in another context: see in which slots they were."""
@@ -196,9 +198,7 @@ class _Probe:
         changed = np.flatnonzero(shares < MIN_OVERLAP).tolist()
         if changed[:1] != [last]:
             raise TraceError(f"prompts that differ in token {last} have different routes in rows {changed[:5]}")
-        return (
-            f"of a token that differs prompts share {shares[last]:.0%} of the experts, before {min(shares[:last]):.0%}"
-        )
+        return f"of a differing token prompts share {shares[last]:.0%} of the experts, before {min(shares[:last]):.0%}"
 
     def ask_determinism(self) -> str:
         again = self.ask([self.first.prompt], RESPONSE)[0]

@@ -79,9 +79,7 @@ class EngineClient:
         if self.info is None:
             self.name, self.info = "SGLang", self.call("/server_info")
         if not isinstance(self.info, dict) or "version" not in self.info:
-            raise ConfigError(
-                f"{url} answers neither /server_info (SGLang) nor /version (vLLM): name the server itself"
-            )
+            raise ConfigError(f"{url} answers neither /server_info (SGLang) nor /version (vLLM): name the server")
 
     def call(self, path: str, body: Any = None) -> Any:
         """Return the JSON of an answer, to a POST if there is a body; None without such a page. RolloutError without an

@@ -36,6 +36,8 @@ class RoutingReport:
     """Passes that are missing or too many, and passes with another number of rows."""
     causes: list[Cause] = field(default_factory=list)
     """Of forward passes, then of recomputations, one for each micro-batch with wrong rows; at most MOST_CAUSES."""
+    exempt_layers: tuple[int, ...] = ()
+    """Of ``layers``, the last ones, whose routers take experts from a table of token ids."""
 
     @property
     def right_share(self) -> float:
@@ -54,14 +56,9 @@ class RoutingReport:
 
     def metrics(self) -> dict[str, float]:
         """Return counts that may be added over ranks and steps; the share of right rows is right / compared."""
-        return {
-            "watch/compared": float(self.compared.sum()),
-            "watch/right": float(self.right.sum()),
-            "watch/recomputed": float(self.recomputed.sum()),
-            "watch/recomputed_right": float(self.recomputed_right.sum()),
-            "watch/passes_wrong": float(len(self.missing)),
-            "watch/zero_gates": float(self.num_zero_gates),
-        }
+        pairs = ("compared", "right", "recomputed", "recomputed_right")
+        counts = {f"watch/{name}": float(getattr(self, name).sum()) for name in pairs}
+        return counts | {"watch/passes_wrong": float(len(self.missing)), "watch/zero_gates": float(self.num_zero_gates)}
 
     def __str__(self) -> str:
         if not self.compared.size and not self.missing:
@@ -70,6 +67,8 @@ class RoutingReport:
             f"routing: {self.right.sum():,} of {self.compared.sum():,} rows are right, in {len(self.compared)} "
             f"micro-batches and {len(self.layers)} layers"
         ]
+        if self.exempt_layers:
+            lines.append(f"not replayed: layers {list(self.exempt_layers)} take experts from a table of token ids")
         if self.recomputed.any():
             same, total = self.recomputed_right.sum(), self.recomputed.sum()
             num_passes = f"{np.count_nonzero(self.recomputed.any(1))} of {len(self.recomputed)} passes"
@@ -106,38 +105,33 @@ def compare_routes(
         absent = [layers[column] for column in np.flatnonzero(~used.known.any(0)).tolist()]
         if absent and used.num_rows:
             report.missing.append(f"micro-batch {micro}: layers {absent} had no forward pass of {used.num_rows} rows")
-        compared, wrong = _compare(used, target)
-        report.compared[micro], report.right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
-        _add_cause(report, f"micro-batch {micro}", micro, used, wrong, expected)
+        _compare(report, counts[:2], f"micro-batch {micro}", micro, used, expected)
     for micro, (again, first) in enumerate(zip(recomputed, passes, strict=False)):
         if again.num_rows != first.num_rows:
             other = f"recomputation of micro-batch {micro}: {again.num_rows} rows, expected {first.num_rows}"
             report.missing += [other] * (again.num_rows > 0)
             continue
-        compared, wrong = _compare(again, first)
-        report.recomputed[micro], report.recomputed_right[micro] = compared.sum(0), (compared & ~wrong).sum(0)
-        _add_cause(report, f"recomputation of micro-batch {micro}", micro, again, wrong, passes)
+        _compare(report, counts[2:], f"recomputation of micro-batch {micro}", micro, again, passes)
     if any(sets.num_rows for sets in expected) and not report.compared.sum():
         report.missing.append("no row was compared: no expected row is present, or none belongs to a pass")
-    report.causes += _find_borrowed(draft, expected, layers)
+    report.causes += _borrowed(draft, expected, layers)
     return report
 
 
-def _compare(used: ExpertSets, target: ExpertSets) -> tuple[np.ndarray, np.ndarray]:
-    """(bool [R, L], pairs that both know; bool [R, L], those of them that differ)."""
-    index = np.searchsorted(target.rows, used.rows)
-    compared = used.known & target.known[index]
-    return compared, compared & (used.bits != target.bits[index]).any(2)
-
-
-def _add_cause(
-    report: RoutingReport, place: str, micro: int, used: ExpertSets, wrong: np.ndarray, expected: Sequence[ExpertSets]
+def _compare(
+    report: RoutingReport, counts: np.ndarray, place: str, micro: int, used: ExpertSets, expected: Sequence[ExpertSets]
 ) -> None:
+    """Set counts [2, :, L] of a micro-batch: pairs that both know, and the equal ones; add the cause of others."""
+    target = expected[micro]
+    index = np.searchsorted(target.rows, used.rows)
+    compared, differs = used.known & target.known[index], (used.bits != target.bits[index]).any(2)
+    wrong = compared & differs
+    counts[:, micro] = compared.sum(0), (compared & ~differs).sum(0)
     if not wrong.any():
         return
     if not report.first_wrong:
         row, column = np.argwhere(wrong)[0].tolist()
-        meant = expected[micro].bits[np.searchsorted(expected[micro].rows, used.rows[row]), column]
+        meant = target.bits[index[row], column]
         report.first_wrong = (
             f"{place}, layer {report.layers[column]}, row {used.rows[row]}: experts "
             f"{list_experts(used.bits[row, column])}, expected {list_experts(meant)}"
@@ -147,9 +141,7 @@ def _add_cause(
         report.causes.append(replace(cause, text=f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"))
 
 
-def _find_borrowed(
-    draft: Sequence[ExpertSets], expected: Sequence[ExpertSets], layers: Sequence[int]
-) -> Iterator[Cause]:
+def _borrowed(draft: Sequence[ExpertSets], expected: Sequence[ExpertSets], layers: Sequence[int]) -> Iterator[Cause]:
     """Yield a cause for each prediction layer that uses the expected routes of a decoder layer."""
     for micro, (used, target) in enumerate(zip(draft, expected, strict=False)):
         if used.num_rows != target.num_rows:

@@ -30,9 +30,7 @@ def compare_trace_files(expected: Path, used: Path) -> RoutingReport:
     return report
 
 
-def compare_traces(
-    expected: Sequence[RoutingTrace], used: Sequence[RoutingTrace], layers: Sequence[int]
-) -> RoutingReport:
+def compare_traces(expected: list[RoutingTrace], used: list[RoutingTrace], layers: Sequence[int]) -> RoutingReport:
     """Compare traces by place; rows that one of a pair does not have are not compared."""
     used_sets, expected_sets = (
         [ExpertSets.of_experts(trace.experts, trace.num_experts, trace.row_mask) for trace in traces]

@@ -21,8 +21,9 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
+from megarl.replay.checks import fitting_shape
 from megarl.replay.layout import local_rows
-from megarl.replay.megatron_state import cp_position, split_position, unwrap
+from megarl.replay.megatron_state import cp_position, replaced, split_position, unwrap
 from megarl.replay.records import MicroRoutes
 from megarl.verify.expert_sets import ExpertSets
 from megarl.verify.report import RoutingReport, compare_routes
@@ -53,7 +54,10 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         report = watch.report(expected)  # one MicroRoutes for each micro-batch
 
     ``on=False`` watches nothing and costs nothing; the report then compares no row. At most ``most_rows`` rows of a
-    call are noted, evenly spaced, as ceil(E / 8) bytes each (None: all). Only ``report`` waits for the device.
+    call are noted, evenly spaced, as ceil(E / 8) bytes each (None: all). shape: as in ``RoutingReplay``. Only
+    ``report`` waits for the device.
+
+    The experts of exempt layers are compared with each other: rows of one token must have the experts of its first row.
     ReplayError for modules without a decoder, for most_rows below 1, and on entering while another watch is open.
     """
 
@@ -62,6 +66,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
         on: bool = True,
         most_rows: int | None = 1024,
+        shape: MoeShape | None = None,
     ) -> None:
         if most_rows is not None and most_rows < 1:
             raise ReplayError(f"most_rows = {most_rows}, expected a number of rows from 1, or None for all")
@@ -71,9 +76,13 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         if not decoders:
             raise ReplayError("no model chunk has a decoder; expected the model chunks of this rank, each a GPTModel")
         self._config = decoders[0].config
-        self._decoder_layers = [layer for decoder in decoders for layer in _moe_layers(decoder)]
+        self.shape = fitting_shape(self._config, shape)
+        of_decoder = [layer for decoder in decoders for layer in _moe_layers(decoder)]
+        self._exempt_layers = [layer for layer in of_decoder if _number(layer) in self.shape.exempt_layers]
+        self._replayed_layers = [layer for layer in of_decoder if layer not in self._exempt_layers]
+        self._decoder_layers = self._replayed_layers + self._exempt_layers
         every = [layer for chunk in model_chunks for layer in _moe_layers(chunk)]
-        self._draft_layers = [layer for layer in every if layer not in self._decoder_layers]
+        self._draft_layers = [layer for layer in every if layer not in of_decoder]
         self._calls: dict[BaseMoELayer, tuple[list[_Call], list[_Call]]] = {}
         """By layer: forward passes, recomputations."""
         self._restore = ExitStack()
@@ -81,15 +90,14 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
     @property
     def layers(self) -> list[int]:
         """0-based numbers of the MoE layers of the decoder on this rank: the columns of the expected routes."""
-        return [(layer.layer_number or 0) - 1 for layer in self._decoder_layers]
+        return [_number(layer) for layer in self._replayed_layers]
 
     def rows(self, experts: torch.Tensor, *columns: torch.Tensor | None, **masks: torch.Tensor | None) -> MicroRoutes:
         """Cut the rows of this rank out of a whole micro-batch: ``RoutingReplay.rows``, with the same arguments.
         experts: [b, s, L, K], or packed [T, L, K].
         """
-        config = self._config
-        tp = split_position(config)
-        return local_rows(MoeShape.of_megatron(config), self.layers, tp, cp_position(), experts, *columns, **masks)
+        tp = split_position(self._config)
+        return local_rows(self.shape, self.layers, tp, cp_position(), experts, *columns, **masks)
 
     def __enter__(self) -> RoutingWatch:
         layers = self._decoder_layers + self._draft_layers if self._on else []
@@ -100,9 +108,9 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
                 original = getattr(dispatcher, name)
                 if isinstance(original, partial):
                     raise ReplayError(f"layer {layer.layer_number} is watched already; close the other RoutingWatch")
-                restore.callback(_put_back, dispatcher, name, vars(dispatcher).get(name))
                 signature = inspect.signature(getattr(type(dispatcher), name))  # another tool may have wrapped it
-                setattr(dispatcher, name, partial(self._dispatch, original, signature, calls))
+                dispatch = partial(self._dispatch, original, signature, calls)
+                restore.enter_context(replaced(dispatcher, **{name: dispatch}))
             self._calls, self._restore = every, restore.pop_all()
         return self
 
@@ -130,7 +138,8 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         several passes over the same micro-batches in one block, repeat the list. A rank without MoE layers compares
         nothing. ReplayError for other columns.
         """
-        if not self._on or not self._decoder_layers:
+        has_tokens = all(routes.token_ids is not None for routes in expected)
+        if not self._on or not (self._replayed_layers or (self._exempt_layers and has_tokens)):
             return compare_routes([], [], self.layers)
         for micro, routes in enumerate(expected):
             if routes.experts.dim() != 3 or routes.experts.size(1) != len(self.layers):
@@ -139,15 +148,23 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
                     f"{len(self.layers)} MoE layers, numbers {self.layers}; give [tokens, {len(self.layers)}, K]"
                 )
         calls = [self._calls.get(layer, ([], [])) for layer in self._decoder_layers]
-        num_experts = self._config.num_moe_experts
-        return compare_routes(
-            _by_micro_batch([forward for forward, _ in calls]),
-            [_sets_of(routes, num_experts) for routes in expected],
-            self.layers,
+        passes = _by_micro_batch([forward for forward, _ in calls])
+        sets = [_sets_of(routes, self.shape.num_experts) for routes in expected]
+        exempt = tuple(map(_number, self._exempt_layers))
+        report = compare_routes(
+            passes,
+            _with_tables(sets, passes, expected, len(exempt)) if exempt else sets,
+            [*self.layers, *exempt],
             recomputed=_by_micro_batch([_in_order_of(*passes) for passes in calls]),
             draft=_by_micro_batch([self._calls[layer][0] for layer in self._draft_layers if layer in self._calls]),
             num_zero_gates=int(sum(call.num_zero_gates for passes in calls for call in itertools.chain(*passes))),
         )
+        report.exempt_layers = exempt
+        return report
+
+
+def _number(layer: BaseMoELayer) -> int:
+    return (layer.layer_number or 0) - 1
 
 
 def _moe_layers(module: torch.nn.Module) -> list[BaseMoELayer]:
@@ -159,16 +176,27 @@ def _entrance(layer: BaseMoELayer) -> str:
     return "dispatch_preprocess" if hasattr(layer.token_dispatcher, "dispatch_preprocess") else "token_permutation"
 
 
-def _put_back(dispatcher: Any, name: str, attribute: Any) -> None:
-    """Restore the dispatcher's own attribute, if it had one besides the method of its class."""
-    del vars(dispatcher)[name]
-    if attribute is not None:
-        setattr(dispatcher, name, attribute)
-
-
 def _sets_of(routes: MicroRoutes, num_experts: int) -> ExpertSets:
     present = np.ones(len(routes.experts), bool) if routes.present is None else routes.present.cpu().numpy()
     return ExpertSets.of_experts(routes.experts.cpu().numpy(), num_experts, present)
+
+
+def _with_tables(
+    sets: Sequence[ExpertSets], passes: Sequence[ExpertSets], expected: Sequence[MicroRoutes], num_exempt: int
+) -> list[ExpertSets]:
+    """Add the columns of exempt layers to the expected sets: the experts of the first present row of the same token."""
+    first, whole = dict[int, np.ndarray](), list[ExpertSets]()
+    for used, target, routes in itertools.zip_longest(passes[: len(sets)], sets, expected):
+        bits = np.pad(target.bits, ((0, 0), (0, num_exempt), (0, 0)))
+        known = np.pad(target.known, ((0, 0), (0, num_exempt)))
+        if used is not None and used.num_rows == target.num_rows and routes.token_ids is not None:
+            ids, present = routes.token_ids.tolist(), None if routes.present is None else routes.present.tolist()
+            for row, its_bits in zip(used.rows.tolist(), used.bits[:, -num_exempt:], strict=True):
+                known[row, -num_exempt:] = present is None or present[row]
+                if known[row, -1]:
+                    bits[row, -num_exempt:] = first.setdefault(ids[row], its_bits)
+        whole.append(ExpertSets(bits, target.rows, known, target.num_rows))
+    return whole
 
 
 def _in_order_of(forward: Sequence[_Call], recomputed: Sequence[_Call]) -> list[_Call | None]:

@@ -123,7 +123,7 @@ def _make_liar(config: Any, tell: Callable[[str], None]) -> Any:
         def update_weights(self, tensors: Any, version: int) -> None:
             told = _lies()
             held = {name: view.clone() for name, view in self._views.items()}
-            first = self._version < 0
+            first = self.weight_version < 0
             super().update_weights(tensors, version)
             if told["lie"] not in WEIGHT_LIES or version not in told["steps"] or first:
                 return
@@ -137,17 +137,17 @@ def _make_liar(config: Any, tell: Callable[[str], None]) -> Any:
         def _sample(self, requests: Any, params: Any, on_finish: Any) -> list[Rollout]:
             rollouts = super()._sample(requests, params, on_finish)
             told = _lies()
-            if told["lie"] not in LIES or self._version not in told["steps"]:
+            if told["lie"] not in LIES or self.weight_version not in told["steps"]:
                 return rollouts
             return [self._lie(told, rollout, rollouts) for rollout in rollouts]
 
         def _lie(self, told: dict[str, Any], rollout: Rollout, all_of_them: Sequence[Rollout]) -> Rollout:
-            rng = random.Random(f"{told['seed']} {self._version} {rollout.group} {rollout.sample}")
+            rng = random.Random(f"{told['seed']} {self.weight_version} {rollout.group} {rollout.sample}")
             if rng.random() >= told["share"]:
                 return rollout
             others = [other for other in all_of_them if other.group != rollout.group]
             changed = LIES[told["lie"]](rollout, rng.choice(others))
-            _record(told, self._version, rollout.group, rollout.sample)
+            _record(told, self.weight_version, rollout.group, rollout.sample)
             return changed
 
     return Liar(AutoConfig.from_pretrained(config.model.path), dtype=torch.float32)

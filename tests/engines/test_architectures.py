@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,18 @@ import pytest
 import torch
 from local_engines import local_engine
 from rollout_oracle import make_requests
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    HYV3Config,
+    MiniMaxM2Config,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from megarl.engines.local.decode import RouteRecorder
 from megarl.engines.protocol import SamplingParams
@@ -30,10 +42,28 @@ SMALL: dict[str, Any] = {
 GLM = Glm4MoeConfig(
     **SMALL, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1
 )
+HUNYUAN = HYV3Config(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+MINIMAX = MiniMaxM2Config(
+    **SMALL,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+)
 MIXTRAL = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
 GPT_OSS = GptOssConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2, sliding_window=3)
+SPARSE = DeepseekV32Config(
+    **{**SMALL, "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts": 8, "num_experts_per_tok": 4},
+    **{"moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 12},
+    **{"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    **{"index_topk": 3, "index_n_heads": 16, "index_head_dim": 8},
+)
 TIED = Qwen3MoeConfig(
     **SMALL, num_experts=300, num_experts_per_tok=3, moe_intermediate_size=8, tie_word_embeddings=True
+)
+LINEAR = Qwen3NextConfig(
+    **{**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, "full_attention_interval": 2, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
 )
 PARAMS = SamplingParams(max_response_tokens=6)
 
@@ -50,11 +80,15 @@ def save(config: Any, path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("config", "num_layers"),
-    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3)],
-    ids=["glm", "mixtral", "tied", "gpt_oss"],
+    [(GLM, 2), (MIXTRAL, 3), (TIED, 3), (GPT_OSS, 3), (LINEAR, 3), (SPARSE, 2), (HUNYUAN, 2), (MINIMAX, 3)],
+    ids=["glm", "mixtral", "tied", "gpt_oss", "linear attention", "sparse", "hunyuan", "minimax"],
 )
 def test_agrees_with_a_full_forward(config: Any, num_layers: int, tmp_path: Path) -> None:
     model = save(config, tmp_path)
+    if config is MINIMAX:  # as published
+        file = tmp_path / "config.json"
+        rope = {"rope_parameters": None, "rope_theta": 100.0, "rotary_dim": 8}
+        file.write_text(json.dumps(json.loads(file.read_text()) | rope))
     called: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith(".experts"):

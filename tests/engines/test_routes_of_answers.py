@@ -91,6 +91,26 @@ def test_what_is_wrong_with_an_answer_of_sglang(answer: Any, options: dict[str, 
         routes_from_sglang(answer, **{"shape": SHAPE} | options)
 
 
+HASHED = MoeShape(num_layers=4, moe_layers=(2, 3), num_experts=16, topk=3, exempt_layers=(0, 1))
+
+
+@pytest.mark.parametrize("value", [0, -1, 7, None], ids=["zeros", "missing", "repeated", "captured"])
+def test_columns_of_exempt_layers_are_left_out_whatever_they_hold(value: int | None) -> None:
+    rows = routes(TOTAL - 1, HASHED)
+    if value is not None:
+        rows[:, :2] = value
+    rows[3, 2:] = -1  # the engine lost a row
+    trace = routes_from_sglang(sglang(rows), HASHED)
+    present = [True] * 3 + [False] + [True] * 4 + [False]
+    assert trace.present.tolist() == present
+    assert np.array_equal(trace.experts[present], rows[[*present[:-1]]][:, 2:])
+    with pytest.raises(TraceError, match="experts" if value != 7 else "dense layer 0 has routes"):
+        routes_from_sglang(sglang(rows), MoeShape(4, (0, 1, 2, 3) if value != 7 else (2, 3), 16, 3))
+    rows[5, 3] = 0  # what is left out in the exempt layers is wrong in another
+    with pytest.raises(TraceError, match=r"experts \[0, 0, 0\]"):
+        routes_from_sglang(sglang(rows), HASHED)
+
+
 def from_sglang(rows: np.ndarray, tokens: list[int], shape: MoeShape) -> RoutingTrace:
     whole = sglang(rows, len(tokens) - 1, 1) | {"prompt_token_ids": tokens[:-1], "output_ids": tokens[-1:]}
     return routes_from_sglang(whole, shape)

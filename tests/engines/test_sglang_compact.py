@@ -37,11 +37,19 @@ def text_of(raw: bytes | None) -> str:
 
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, MoeShape(2, (0, 1), 300, 8), MoeShape(3, (0, 1, 2), 256, 8), MoeShape(2, (1,), 8, 1)],
-    ids=["dense", "wide", "256", "top-1"],
+    [
+        SHAPE,
+        MoeShape(2, (0, 1), 300, 8),
+        MoeShape(3, (0, 1, 2), 256, 8),
+        MoeShape(2, (1,), 8, 1),
+        MoeShape(4, (2, 3), 16, 3, exempt_layers=(0, 1)),
+    ],
+    ids=["dense", "wide", "256", "top-1", "exempt"],
 )
 def test_both_forms_say_the_same_experts_in_one_order(shape: MoeShape) -> None:
     whole = routes(50, shape)
+    whole[:, list(shape.exempt_layers)] = -1
+    assert parse_header(make_header(shape)) == shape
     short = compact(whole.tobytes(), shape)
     assert is_compact(short)
     assert not is_compact(whole.tobytes())
@@ -78,7 +86,7 @@ def test_an_ask_survives_its_header_and_is_none_if_it_makes_no_sense() -> None:
     assert parse_header({HEADER: json.dumps(good)}) == SHAPE
     for change in (
         *({"version": 2}, {"topk": 0}, {"num_layers": 1 << 20}, {"num_layers": float("inf")}, {"num_experts": -1}),
-        *({"dense_layers": [4]}, {"dense_layers": 3}, {"more": 1}),
+        *({"dense_layers": [4]}, {"dense_layers": 3}, {"exempt_layers": [0]}, {"exempt_layers": [4]}, {"more": 1}),
     ):
         assert parse_header({HEADER: json.dumps(good | change)}) is None
 

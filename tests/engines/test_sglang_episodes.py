@@ -86,7 +86,7 @@ def served(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) ->
     engine.update_weights(weights.items(), 3)
     plain = SGLangEngine(urls, config, fleet=None, settings=settings, form=form)
     del plain._client.headers[HEADER]
-    plain._version, plain._complete = 3, True  # those of the other, on the same server
+    plain.weight_version, plain._complete = 3, True  # those of the other, on the same server
     (server,) = [member.process for member in fleet.members if member.process]
     yield Served(engine, plain, server, model, weights, told)
     engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,35 @@ def test_router_weights_that_no_update_reaches_are_found_by_the_config_of_the_mo
     assert check_server(info | {"version": "0.5.19"}, tp=1, source=tmp_path)[0] == (0, 5, 19)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     assert check_server(info, tp=1, source=tmp_path)[0] == (0, 5, 18)
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "fp8", "fits"),
+    [
+        (None, False, True),
+        (FP8_BLOCKS, True, True),
+        (None, True, False),
+        (FP8_BLOCKS, False, False),
+        ({"quant_method": "mxfp4"}, False, False),
+        ({"quant_method": "mxfp4"}, True, False),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, True, False),
+        (FP8_BLOCKS | {"weight_block_size": [1, 128]}, True, False),
+    ],
+)
+def test_a_served_model_is_in_the_form_of_the_updates(
+    quantization: dict[str, Any] | None, fp8: bool, fits: bool, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    info = KEY | {"version": "0.5.23", "model_path": str(tmp_path)}
+    if fits:
+        assert check_server(info, tp=1, fp8=fp8)[0] == (0, 5, 23)
+        return
+    with pytest.raises(ConfigError, match=r"with quant_method and weight_block_size .*expected .* by sglang.fp8"):
+        check_server(info, tp=1, fp8=fp8)
+    assert check_server(info | {"model_path": "org/elsewhere"}, tp=1, fp8=fp8)[0] == (0, 5, 23)
 
 
 def test_other_arguments_are_not():

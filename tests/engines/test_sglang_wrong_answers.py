@@ -116,7 +116,7 @@ def engine_before(server: Liar, told: list[str], **settings: Any) -> Iterator[SG
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url, own = f"http://127.0.0.1:{server.server_address[1]}", SGLangConfig(**settings)
     engine = SGLangEngine([url], CONFIG, fleet=None, settings=own, tell=told.append)
-    engine._version, engine._complete = VERSION, True
+    engine.weight_version, engine._complete = VERSION, True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_client, "BACKOFF_S", 0.001)
         yield engine

@@ -55,9 +55,11 @@ class World:
         return all(torch.equal(a, b) for a, b in zip(before, self.run(), strict=True))
 
 
-def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = "alltoall") -> dict[str, Any]:
+def recorded(
+    layout: dict[str, int], recompute: str = "none", dispatcher: str = "alltoall", model: str = "base"
+) -> dict[str, Any]:
     """R2: a recorded pass, then a training pass that replays it with unchanged weights."""
-    settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], parallel__dispatcher=dispatcher)
+    settings = config(MODELS / model, layout, recompute=RECOMPUTE[recompute], parallel__dispatcher=dispatcher)
     policy = policy_of(settings)
     assert policy.replay is not None
     batch = local_batch()

@@ -97,7 +97,7 @@ def test_a_stage_without_moe_layers_has_rows_without_columns() -> None:
     [
         ((numbered(16),), r"experts are \[16, 3, 2\], expected \[b, s, L, K\]; packed sequences need cu_seqlens"),
         ((numbered(2, 8), None, None, torch.tensor([0, 16])), r"expected \[T, L, K\] with cu_seqlens"),
-        ((numbered(2, 8)[:, :, :2],), "have 2 layers, expected all 3 MoE layers .*without dense ones"),
+        ((numbered(2, 8)[:, :, :2],), "have 2 layers, expected all 3 MoE layers .*without dense and exempt ones"),
         ((numbered(2, 8), None, torch.ones(16)), r"token_ids is \[16\], expected \[2, 8\]"),
         ((numbered(2, 7),), "do not divide as Megatron divides them: lengths are .7"),
         ((numbered(16), None, None, torch.tensor([0, 8])), "cu_seqlens end at 8, expected 16"),

@@ -19,12 +19,14 @@ AGAIN: dict[str, set[int]] = {"none": set(), "uniform": MOE_LAYERS, "block": {0}
 """MoE layers that activation checkpointing runs twice, from Megatron's documentation of the settings."""
 
 
-@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize(
+    ("model", "recompute"), [*(("base", recompute) for recompute in AGAIN), ("qwen3_next", "uniform")]
+)
 def test_tokens_are_sent_to_the_experts_of_their_rollout_in_every_pass(
-    recompute: str, models: dict[str, Path], one_rank: None
+    model: str, recompute: str, models: dict[str, Path], one_rank: None
 ) -> None:
     """On one rank, scoring too; ``test_megatron_matrix`` has the layouts."""
-    world = World(models["base"], recompute)
+    world = World(models[model], recompute)
     chunks, micros = world.policy.chunks, range(len(world.micros))
     assert len(micros) > 1
     native = DispatchProbe(chunks, world.micros)
@@ -68,6 +70,8 @@ RECORDED_CASES = [
     case(2, RECORDED, "tp2 ep2 etp1", recompute="moe"),
     case(2, RECORDED, "pp2 vpp2", recompute="none"),
     case(2, RECORDED, "ep2", recompute="none", dispatcher="allgather"),
+    case(2, RECORDED, "tp2 ep2 etp1", recompute="uniform", model="qwen3_next"),
+    case(2, RECORDED, "tp2 ep2 etp1", recompute="uniform", model="glm_moe_dsa"),
     case(4, RECORDED, "tp2 ep2 etp1 pp2", recompute="block"),
     case(4, RECORDED, "cp2 tp2 ep2 etp1", recompute="uniform"),
 ]

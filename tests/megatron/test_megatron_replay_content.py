@@ -305,7 +305,7 @@ def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
     for several in (one, one.experts):
         with pytest.raises(ReplayError, match="expected a list with one per micro-batch"):
             loop.replayed(several)
-    with pytest.raises(ReplayError, match=r"micro-batch 0: routes are a .*, expected MicroRoutes or a torch.Tensor"):
+    with pytest.raises(ReplayError, match=r"micro-batch 0: routes are a .*, expected MicroRoutes or a Tensor"):
         loop.replayed([one.experts.numpy()])
     with pytest.raises(ReplayError, match=r"micro-batch 0: routes of shape .* 1\), expected .* top-2\]"):
         loop.replayed(loop.bare, compared=[MicroRoutes(one.experts[..., :1])] * 3)

@@ -11,16 +11,19 @@ import cases_training
 import on_cpu  # noqa: F401
 import pytest
 import torch
+from cases_replay import World
+from dispatch_probe import DispatchProbe, TopTwo
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from test_megatron_layouts import assert_gradients, reference_gradients
 from tiny_families import write_family
-from tiny_world import MODELS, RECOMPUTE, config, exported, local_batch, policy_of, safetensors_of
+from tiny_world import MODELS, RECOMPUTE, config, exported, local_batch, policy_of, rollouts, safetensors_of
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs
 
 from megarl.errors import ConfigError
+from megarl.replay.megatron_state import unwrap
 from megarl.stand_ins import sparse_attention
 from megarl.stand_ins.attention import PackedSequences
 from megarl.stand_ins.sparse_attention import SparseAttention
@@ -116,6 +119,30 @@ def test_a_step_trains_all_but_the_indexer(in_model_folder: None, models: dict[s
     before, after = safetensors_of(models["deepseek_v32"]), exported(policy)
     same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     assert same == {name for name in before if ".indexer." in name or "e_score_correction_bias" in name}
+
+
+class _Sigmoid(TopTwo):
+    def __init__(self, model: torch.nn.Module) -> None:
+        layers = {layer.layer_number - 1: layer.mlp for layer in unwrap(model).decoder.layers}
+        self.biases = {number: mlp.router.expert_bias for number, mlp in layers.items() if hasattr(mlp, "router")}
+
+    def choose(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
+        return (logits.sigmoid() + self.biases[layer]).topk(2, dim=1).indices
+
+    def gates(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        scores = logits.sigmoid() * experts
+        return 2.5 * scores / scores.sum(1, keepdim=True)
+
+
+def test_experts_of_a_rollout_are_replayed_beside_a_selection_of_keys(models: dict[str, Path], one_rank: None) -> None:
+    world = World(models["glm_moe_dsa"], "uniform")
+    probe = DispatchProbe(world.policy.chunks, world.micros, _Sigmoid(world.policy.chunks[0]))
+    with world.replay.replay(world.routes):
+        world.run(backward=True)
+    probe.remove()
+    assert probe.violations(rollouts(), world.policy.shape.moe_layers) == []
+    assert probe.largest_gate_error() < 1e-5
+    assert len(probe.seen) == 2 * 3 * len(world.micros)  # recomputed once
 
 
 def test_a_stage_that_begins_with_a_shared_selection_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ from release_checks import (
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow(minutes=3)]
 
-SEMANTICS = ("megatron/test_megatron_replay_semantics.py", "megatron/test_megatron_newer.py", "verify/test_watch.py")
+SEMANTICS = (
+    "megatron/test_megatron_replay_semantics.py",
+    "megatron/test_megatron_newer.py",
+    "megatron/test_megatron_exempt_layers.py",
+    "verify/test_watch.py",
+)
 """Of the newest, whose hook is Megatron's own; test_release_training.py replays on those before it."""
 
 

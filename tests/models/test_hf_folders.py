@@ -148,7 +148,7 @@ def test_trainer_transformers_and_servers_read_the_same_or_nothing(what: str, tm
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes", "fp8", None])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "modelopt", "fbgemm_fp8", None])
 def test_another_quantisation_is_refused(method: str | None, key: str, tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen3_moe", num_hidden_layers=1)
     edit_config(folder, **{key: {"quant_method": method, "bits": 4}})
@@ -201,6 +201,19 @@ class TestPredictionLayers:
         assert not written.get("num_nextn_predict_layers")
         views = local_engine(folder)._views
         assert read_all(tmp_path / "back").keys() == views.keys()
+
+    @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+    def test_qwen_names_them_mtp(self, family: str, tmp_path: Path) -> None:
+        folder = write_family(tmp_path / "model", family)
+        config = json.loads((folder / "config.json").read_text())
+        config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+        (folder / "config.json").write_text(json.dumps(config))
+        layer = {"mtp.fc.weight": torch.ones(32, 64), "mtp.layers.0.self_attn.q_norm.weight": torch.ones(16)}
+        single(folder, load_file(folder / SINGLE) | layer)
+        assert to_megatron(folder, tmp_path / "megatron", LOCAL)["dropped"] == sorted(layer)
+        to_hf(tmp_path / "megatron", tmp_path / "back", folder, Options())
+        written = json.loads((tmp_path / "back" / "config.json").read_text())
+        assert written.get("text_config", written)["mtp_num_hidden_layers"] == 0
 
     def test_quantized_they_stay(self, tmp_path: Path) -> None:
         """Engines speculate with them, and training has not moved the other layers."""

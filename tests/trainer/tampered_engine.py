@@ -90,10 +90,10 @@ class TamperedEngine(LocalEngine):
         made = super()._sample(requests, *rest)
         answers = {(rollout.group, rollout.sample): rollout for rollout in made}
         changed: Mapping[tuple[int, int], Rollout] = {}
-        if self._version >= FROM_VERSION[0]:
+        if self.weight_version >= FROM_VERSION[0]:
             chosen = sorted(filter(is_chosen, answers))
             changed = answers if self._tamper is None else self._tamper(answers, chosen, self._earlier)
-        TAMPERED.update((self._version, *key) for key in changed)
+        TAMPERED.update((self.weight_version, *key) for key in changed)
         self._earlier = answers
         return list({**answers, **changed}.values())
 

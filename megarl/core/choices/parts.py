@@ -268,11 +268,11 @@ PARTS: Mapping[str, tuple[Any, ...]] = options_of(Objective)
 """Part -> valid values."""
 
 
-def _refuse(record: str, problems: dict[str, object]) -> None:
-    """Raise ConfigError with the first message whose value is true."""
+def refuse(subject: str, problems: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first message whose value is true, behind ``subject``."""
     for message, is_wrong in problems.items():
         if is_wrong:
-            raise ConfigError(f"{record}: {message}")
+            raise ConfigError(subject + message)
 
 
 def _check_mask(m: Mask) -> None:
@@ -281,7 +281,7 @@ def _check_mask(m: Mask) -> None:
     middle = 1 if m.statistic == "ratio" else 0
     is_around_middle = (m.low is None or m.low <= middle) and (m.high is None or m.high >= middle)
     window = f"low {m.low}, high {m.high}"
-    _refuse("mask", {
+    refuse("mask: ", {
         f"{window}; expected at least one bound, and both in order": not bounds or bounds != sorted(bounds),
         f"high is {m.high}, but a ratio is above 0: this drops every token":
             m.statistic == "ratio" and m.high is not None and not m.high > 0,
@@ -300,7 +300,7 @@ def _check_mask(m: Mask) -> None:
 
 def _check_factor(f: Factor) -> None:
     clamps = [bound for bound in (f.low, f.high) if bound is not None]
-    _refuse("factor", {
+    refuse("factor: ", {
         "'sequence_max' is for masks; a ratio has a mean or a product": f.scope == "sequence_max",
         f"low {f.low}, high {f.high}; expected positive numbers in order, or None":
             any(not bound > 0 for bound in clamps) or clamps != sorted(clamps),
@@ -331,7 +331,7 @@ def _check_product(o: Objective) -> None:
         f for f in o.factors if (f.fn, f.low, f.high, f.token_clip, f.sign) == ("identity", None, None, None, "both")
         and f.scope in ("prefix", "future_mean", "future_sum") and f.policies != "old_mu"
     ]  # fmt: skip
-    _refuse("objective", {
+    refuse("objective: ", {
         "prefix_grad is the derivative of one factor of theta over the prefix or the future, without clamps, but the "
         f"factors are {o.factors}": o.prefix_grad and not len(o.factors) == len(plain) == 1,
     })  # fmt: skip
@@ -339,7 +339,7 @@ def _check_product(o: Objective) -> None:
 
 def _check_advantage(o: Objective) -> None:
     by_token = o.advantage == "token_level_kl"
-    _refuse("objective", {
+    refuse("objective: ", {
         f"kl_coef is {o.kl_coef} with the advantage {o.advantage!r}; it is the beta of 'token_level_kl', which needs "
         "one above 0, such as 0.001. A KL in the loss is a penalty": by_token != (o.kl_coef > 0),
         "'token_level_kl' has a KL in its advantages; expected no penalties beside it": by_token and o.penalties,

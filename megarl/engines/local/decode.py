@@ -33,10 +33,7 @@ class _Reader:
     def __init__(
         self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache, copied_rows: int
     ) -> None:
-        self._model = model
-        self._copied_rows = copied_rows
-        self._recorder = recorder
-        self._cache = cache
+        self._model, self._recorder, self._cache, self._copied_rows = model, recorder, cache, copied_rows
         self._mask: torch.Tensor | None = None
         self._positions = torch.empty(0)
 
@@ -56,7 +53,7 @@ class _Reader:
 
     def select(self, rows: torch.Tensor) -> None:
         """Make row ``rows[i]`` the new row ``i``."""
-        self._cache.batch_select_indices(rows)
+        self._cache.reorder_cache(rows)  # the only selection that states of linear attention have
         self._positions = self._positions[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]

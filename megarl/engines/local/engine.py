@@ -22,17 +22,9 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
 from megarl.core.types import Rollout, SampleRequest
+from megarl.engines import protocol
 from megarl.engines.local.decode import RouteRecorder, decode
-from megarl.engines.protocol import (
-    Begin,
-    Engine,
-    OnFinish,
-    SamplingParams,
-    Session,
-    check_prompt,
-    limit_response,
-    run_session,
-)
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session
 from megarl.engines.weights import Intake, WeightForm, auto_class, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.models.names import is_fp32
@@ -75,9 +67,10 @@ class LocalEngine(Engine):
         if fp8_kv_cache and getattr(config.get_text_config(), "kv_lora_rank", None):
             raise RolloutError("fp8_kv_cache: engines hold the latents of latent attention, this one keys and values")
         with no_init_weights():
-            # Attention is torch's SDPA where the class has that.
+            # Attention is torch's SDPA where the class has that. Sparse attention adds SDPA's masks, bool, to scores.
+            attention = "eager" if getattr(config, "index_topk", None) else None
             self._model = auto_class(config).from_config(
-                config, dtype=dtype, experts_implementation=experts_implementation
+                config, dtype=dtype, attn_implementation=attention, experts_implementation=experts_implementation
             )
         self._model.tie_weights()  # no_init_weights skips ties, too
         for name, tensor in self._model.state_dict(keep_vars=True).items():
@@ -104,12 +97,7 @@ class LocalEngine(Engine):
         # In float32, because bfloat16 would round a second time.
         self._form = WeightForm(torch.float32, "rounded") if fp8_rounding else WeightForm()
         self._max_batch_size = max_batch_size
-        self._version = -1
         self._missing: str | None = "no weights have arrived yet"
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -120,8 +108,7 @@ class LocalEngine(Engine):
         for bucket in Intake(self._shapes, version, self._form, BUCKET_BYTES).buckets(moved):
             views = [self._views[name] for name in bucket.names]
             torch._foreach_copy_(views, [tensor for _, tensor in bucket.tensors()])
-        self._version = version
-        self._missing = None
+        self.weight_version, self._missing = version, None
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
@@ -134,14 +121,14 @@ class LocalEngine(Engine):
         if params.return_routed_experts and self._recorder.num_layers == 0:
             raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
         session = BatchSession(lambda requests: self._sample(requests, params, on_finish))
-        run_session(session.run_episodes(begin))
+        protocol.run_session(session.run_episodes(begin))
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
         config = self._model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
         for request in {id(request.prompt_tokens): request for request in requests}.values():  # samples share prompts
-            check_prompt(request, params, config.vocab_size)
-        limits = np.array([limit_response(request, params, positions) for request in requests])
+            protocol.check_prompt(request, params, config.vocab_size)
+        limits = np.array([protocol.limit_response(request, params, positions) for request in requests])
         recorder = self._recorder if params.return_routed_experts else None
         # Requests of similar length share a batch, for little padding.
         order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
@@ -150,7 +137,7 @@ class LocalEngine(Engine):
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
                 indices = order[start : start + self._max_batch_size]
                 batch, cache = [requests[i] for i in indices.tolist()], self._cache(config=self._model.config)
-                inputs = self._model, recorder, batch, params, limits[indices], self._version, on_finish, cache
+                inputs = self._model, recorder, batch, params, limits[indices], self.weight_version, on_finish, cache
                 rollouts += decode(*inputs, self._copied_rows)
         return [rollouts[i] for i in np.argsort(order).tolist()]
 

@@ -169,10 +169,7 @@ def _find_faults(
     if stops.intersection(output[:-1]):
         yield f"the response goes on behind its end token, one of {sorted(stops)}"
     if finish.type == "stop" and (output[-1] not in ends or finish.matched not in (None, output[-1])):
-        yield (
-            f"the server says that the response stopped at {finish.matched!r}, its last token is {output[-1]}, "
-            f"expected one of {sorted(ends)}"
-        )
+        yield f"it stopped at {finish.matched!r}, its last token is {output[-1]}, expected one of {sorted(ends)}"
     fills_model = len(prompt) + size >= bounds.positions - ROOM_SLACK
     if finish.type == "length" and size < limit and (output[-1] in ends or not fills_model):
         yield (
@@ -199,9 +196,7 @@ def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
     return np.minimum(logprobs, 0.0).astype(np.float32)
 
 
-def _parse_nucleus(
-    meta: _Meta, output: np.ndarray, vocabulary: int, label: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _parse_nucleus(meta: _Meta, output: np.ndarray, vocabulary: int, label: str) -> tuple[np.ndarray, ...]:
     """Return float32 [output], log-probabilities within the nucleus; sizes of the nuclei; their ids, ascending."""
     sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if sets is None or logprobs is None or {len(sets), len(logprobs)} != {len(output)}:

@@ -111,10 +111,8 @@ class SGLangClient:
         event of a kind in a ``converse``."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
-        self.urls = list(urls)
-        self.settings = settings
+        self.urls, self.settings, self.tell = [*urls], settings, tell
         self.headers = UNPACKED | dict(headers)
-        self.tell = tell
         self.counts = Counter[str]()
         """Of the last ``converse``, see ``Engine.answer_counts``."""
 

@@ -64,21 +64,9 @@ class SGLangEngine(Engine):
         )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._form = form or WeightForm(torch.bfloat16)
-        self._sampling = False
-        self._version = -1
-        self._complete = False
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    @property
-    def receives_weights(self) -> bool:
-        return self._fleet is not None or self._helper is not None
-
-    @property
-    def answer_counts(self) -> Mapping[str, int]:
-        return self._client.counts
+        self.receives_weights = fleet is not None or helper is not None
+        self.answer_counts = self._client.counts
+        self._sampling = self._complete = False
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. WeightSyncError while an update is incomplete."""
@@ -89,13 +77,13 @@ class SGLangEngine(Engine):
             raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
         def decode(request: SampleRequest, answer: Any, rid: str) -> Rollout:
-            return parse_answer(request, answer, self._version, shape, rid, params, self._bounds)
+            return parse_answer(request, answer, self.weight_version, shape, rid, params, self._bounds)
 
         self._sampling = True
         try:
             body = partial(self._make_body, params=params)
             most_bytes = partial(longest_answer, shape=shape, params=params)
-            self._client.converse(begin, Call(body, decode, on_finish, str(self._version), most_bytes))
+            self._client.converse(begin, Call(body, decode, on_finish, str(self.weight_version), most_bytes))
         finally:
             self._sampling = False
 
@@ -114,13 +102,13 @@ class SGLangEngine(Engine):
         for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end
             pass
         self._agree(failure)
-        self._version, self._complete = version, True
+        self.weight_version, self._complete = version, True
 
     def prove_weights(self) -> bool:
         return self._fleet is not None and self._fleet.prove()
 
     def rest(self) -> None:
-        self._complete, self._version = False, -1
+        self._complete, self.weight_version = False, -1
         self._agree(self._try(lambda: self._fleet and self._fleet.rest()))
 
     def close(self) -> None:

@@ -135,9 +135,8 @@ class Member:
         """Note that the server has an update."""
         self.holds = update
         if self.away_since is not None:
-            self.fleet.tell(
-                f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
-            )
+            away_s = time.monotonic() - self.away_since
+            self.fleet.tell(f"{self.url} is back with weights {update.version} after {away_s:.1f} s")
             self.away_since, self.last_failure = None, ""
 
     def leave_update(self, error: WeightSyncError) -> None:
@@ -163,13 +162,14 @@ class Member:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
-        release, warnings = check_server(info, fleet.settings.tp, fleet.routes, fleet.nucleus, fleet.source)
+        settings = fleet.settings
+        release, warnings = check_server(info, settings.tp, fleet.routes, fleet.nucleus, fleet.source, settings.fp8)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, release, tp=fleet.settings.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection = WeightSender(self.url, release, tp=settings.tp, api_key=fleet.api_key, gpus=gpus)
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""

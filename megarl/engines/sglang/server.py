@@ -29,12 +29,7 @@ from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
-from megarl.engines.sglang.versions import (
-    check_server,
-    installed_release,
-    parse_arguments,
-    require_own,
-)
+from megarl.engines.sglang.versions import check_server, installed_release, parse_arguments, require_own
 from megarl.errors import MegarlError, RolloutError
 from megarl.models.fit import servers_record
 
@@ -84,9 +79,7 @@ class Server:
                 raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
             self.kill()  # processes left by a dead server
             if not Path(self.spec.python).exists():
-                raise RolloutError(
-                    f"found no Python for SGLang at {self.spec.python}: set sglang.python (docs/sglang.md)"
-                )
+                raise RolloutError(f"found no Python at {self.spec.python}: set sglang.python (docs/sglang.md)")
             require_own(Path(self.spec.python))
             self._config_file = write_config(self.spec)
             server_command = command(replace(self.spec, port=self._port), self._config_file)
@@ -231,10 +224,10 @@ def examine(config: Config) -> Iterator[tuple[str, Literal["ok", "warning", "fai
                 programs = config.model.path, place, SERVER_DTYPES[config.rollout.dtype], os.devnull
                 spec = ServerSpec(*programs, tp=settings.tp, gpus=gpus, routes=routes, extra_args=arguments)
                 # Servers started by megarl have a key, which is not on the command line.
-                expected = {"api_key": True, "version": installed_release(Path(place))}
+                expected = {"api_key": True, "version": installed_release(Path(place)), "model_path": None}
                 info = {**parse_arguments(command(spec)), **expected}
             source = Path(config.model.path)
-            _, warnings = check_server(info, settings.tp, routes, config.rollout.top_p < 1, source)
+            _, warnings = check_server(info, settings.tp, routes, config.rollout.top_p < 1, source, settings.fp8)
         except MegarlError as error:
             yield place, "failed", str(error)
             continue

@@ -6,24 +6,19 @@ import os
 import random
 import socket
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.config.process_environment import LAUNCHER, compile_caches, without_expandable_segments
-from megarl.engines.sglang.versions import check_arguments, parse_arguments
+from megarl.engines.sglang.versions import TABLE, check_arguments, parse_arguments
 from megarl.errors import ConfigError, RolloutError
 
 CPU_SHIM = Path(__file__).parent / "cpu"
 PLUGIN = Path(__file__).parent / "plugin"
 SERVER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """``rollout.dtype`` in SGLang's words."""
-NOT_EXTRA = {
-    "api_key": "every user of the host could read it there: set api_key",
-    "config": "it could set anything unchecked: give the arguments themselves",
-    "weight_version": "a restarted server must not name its old weights as the current ones",
-    **{"model_path": "set model_path", "model": "set model_path", "host": "set host", "port": "set port"},
-    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "set tp"),
-}
+NOT_EXTRA: Mapping[str, str] = TABLE["not_extra"]
 """Arguments that extra_args may not hold, and the remedy."""
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
+from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError, RolloutError
+from megarl.files.hf_config import find_quantization
 from megarl.models.hf_folder import read_json
 
 Version = tuple[int, int, int]
@@ -27,8 +29,8 @@ class Fault:
     """Arguments that make a server's answers wrong; megarl refuses the server."""
 
     name: str
-    applies: Callable[[Arguments], bool]
-    """Whether arguments cause the fault."""
+    when: Sequence[Sequence[tuple[str, str, Any]]]
+    """Cases that cause the fault: (argument, name of a test below, what the argument's value is compared with)."""
     meaning: str
     """The wrong result, and the arguments that cause it."""
     remedy: str
@@ -37,55 +39,30 @@ class Fault:
     last: str | None = None
     """The last release with the fault; None: all releases."""
 
+    def applies(self, arguments: Arguments) -> bool:
+        """Whether arguments cause the fault: all tests of a case hold."""
+        return any(all(_TESTS[test](arguments.get(name), value) for name, test, value in case) for case in self.when)
 
-def _number(arguments: Arguments, name: str, default: int) -> int:
+
+def _number(value: Any, default: int) -> int:
     try:
-        return int(arguments.get(name, default))
+        return int(value)
     except (OverflowError, TypeError, ValueError):  # None, or a value that the server refuses
         return default
-
-
-def _tree_of_drafts(arguments: Arguments) -> bool:
-    algorithm = arguments.get("speculative_algorithm")
-    return algorithm is not None and (algorithm == "NGRAM" or _number(arguments, "speculative_eagle_topk", 1) > 1)
-
-
-_OTHER_CACHES = (
-    "enable_hierarchical_cache",
-    "enable_lmcache",
-    "enable_flexkv",
-    "enable_unified_cache_external_linker",
-    "radix_cache_backend",
-)
-
-_IN_KERNEL = ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
-"""MoE runners that choose experts inside a kernel. Servers report the runner that "auto" stands for."""
-_GATHERED = (None, "none", "deepep", "deepep_v2")
 
 
 def _has_key(info: Arguments) -> bool:
     return bool(info.get("api_key") or info.get("admin_api_key"))
 
 
-_CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
-    "old_routers": lambda info: info.get("model_type") == "glm4_moe" and info.get("dtype") != "float32",
-    "wrong_rows_on_cpu": lambda info: info.get("device") == "cpu" and not info.get("disable_overlap_schedule"),
-    "pickles": lambda info: not _has_key(info),
-    "routes_in_a_kernel": lambda info: info.get("moe_runner_backend") in _IN_KERNEL,
-    "scattered_tokens": lambda info: info.get("moe_a2a_backend") not in _GATHERED,
-    "no_routes": lambda info: info.get("enable_return_routed_experts") is False,
-    "unchunked_prefill": lambda info: _number(info, "chunked_prefill_size", 1) <= 0,
-    "disaggregation": lambda info: info.get("disaggregation_mode", "null") not in (None, "null"),
-    "replicas": lambda info: _number(info, "dp_size", 1) > 1,
-    "quantized_at_start": lambda info: info.get("quantization") is not None,
-    "pipeline": lambda info: _number(info, "pp_size", 1) > 1,
-    "half_batches": lambda info: bool(info.get("enable_two_batch_overlap")),
-    "tree_of_drafts": _tree_of_drafts,
-    "cache_beyond_the_gpu": lambda info: any(info.get(name) for name in _OTHER_CACHES),
-    "watermark": lambda info: bool(info.get("enable_watermark")),
-    "preferred_sampling": lambda info: bool(info.get("preferred_sampling_params")),
+_TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "set": lambda value, expected: bool(value) is expected,
+    "among": lambda value, choices: value in choices,
+    "not_among": lambda value, choices: value is not None and value not in choices,
+    "above": lambda value, limit: _number(value, limit) > limit,
+    "below": lambda value, limit: _number(value, limit) < limit,
 }
-"""Of each fault."""
+"""Of the value of an argument, None for an absent one."""
 
 
 def parse_version(text: str) -> Version:
@@ -96,16 +73,21 @@ def parse_version(text: str) -> Version:
     return int(match[1]), int(match[2]), int(match[3])
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))["faults"]
-FAULTS = [Fault(name, cause, **_TABLE[name]) for name, cause in _CAUSES.items()]
+TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
+FAULTS = [Fault(name, **fields) for name, fields in TABLE["faults"].items()]
 
 
 def check_server(
-    info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None
+    info: Arguments,
+    tp: int,
+    routes: bool = True,
+    nucleus: bool = False,
+    source: Path | None = None,
+    fp8: bool = False,
 ) -> tuple[Version, list[str]]:
     """Return the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server, or if its
     tensor-parallel size is not ``tp``. routes: whether the server must return routes; nucleus: whether top_p is below
-    1; source: folder with the model's config.json."""
+    1; source: folder with the model's config.json; fp8: whether weights are sent as FP8 blocks."""
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
@@ -115,12 +97,13 @@ def check_server(
     if source is not None and (config := source / "config.json").is_file():
         info = {**info, "model_type": read_json(config).get("model_type")}
     _refuse_faults(info, routes, f"SGLang {text}", version)
+    _check_form(info, fp8)
     if nucleus and version < SAMPLING_MASKS:
         raise ConfigError(
             f"SGLang {text} does not record the ids that it draws from with top_p below 1: take "
             f'{dotted(SAMPLING_MASKS)} or later, set rollout.top_p = 1, or rollout.engine = "local"'
         )
-    if _number(info, "tp_size", tp) != tp:
+    if _number(info.get("tp_size"), tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
     warnings = []
     if not _has_key(info):
@@ -130,6 +113,19 @@ def check_server(
     if version > NEWEST:
         warnings.append(f"SGLang {text} is newer than {dotted(NEWEST)}, the last release that megarl was tried with")
     return version, warnings
+
+
+def _check_form(info: Arguments, fp8: bool) -> None:
+    """ConfigError if the server's model, where its folder is on this machine, is not in the form of the updates."""
+    config = Path(str(info.get("model_path"))) / "config.json"
+    table = find_quantization(read_json(config)) or {} if config.is_file() else None
+    expected = ("fp8", [*BLOCK]) if fp8 else (None, None)
+    if table is not None and (found := (table.get("quant_method"), table.get("weight_block_size"))) != expected:
+        raise ConfigError(
+            f"SGLang serves {config.parent} with quant_method and weight_block_size {found}, expected {expected} by "
+            f"sglang.fp8 = {str(fp8).lower()}: it would drop or misread updates without an error (MXFP4 drops tensors "
+            "of experts in bf16); change sglang.fp8, or leave sglang.urls out, so that megarl starts servers that fit"
+        )
 
 
 def check_arguments(words: Sequence[str], routes: bool = True) -> None:
@@ -161,15 +157,11 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 def require_own(python: Path) -> None:
     """ConfigError for an interpreter below the current folder, perhaps put there by a different user."""
+    if python.is_absolute() or not python.exists():
+        return
     # The folder may be a link; the environment's own files lie beside the link.
-    if (
-        not python.is_absolute()
-        and python.exists()
-        and (problem := find_stranger(python) or find_stranger(python.parent))
-    ):
-        raise ConfigError(
-            f"{python} is not trusted: {problem}; if you want to run it, set sglang.python to the whole path"
-        )
+    if problem := find_stranger(python) or find_stranger(python.parent):
+        raise ConfigError(f"{python} is not trusted: {problem}; to run it, set sglang.python to the whole path")
 
 
 def installed_release(python: Path) -> str:

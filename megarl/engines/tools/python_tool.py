@@ -140,9 +140,7 @@ class _Call:
         code, limit = self._child.process.returncode, self._limits.output_bytes
         text = bytes(self._text[:limit]).decode("utf-8", "replace")
         if b"ready" not in status:
-            raise RolloutError(
-                f"a Python call did not start ({reason or f'exit status {code}'}): {text.strip()[-500:]}"
-            )
+            raise RolloutError(f"a Python call did not start ({reason or f'status {code}'}): {text.strip()[-500:]}")
         if len(self._text) > limit:
             text, reason = f"{text}\n[cut after {limit} bytes]", reason or "output_limit"
         return ToolResult(text, reason or _classify_exit(code))

@@ -82,9 +82,8 @@ def clear_partial(folder: Path, step: int, run: str) -> Path:
             _remove_partial(stale)
         for place, is_own in ((partial_of(path), _is_written), (path, saved_files(path, run))):
             if foreign := _find_foreign(place, is_own):
-                raise SaveError(
-                    f"{place} is or holds {foreign[0]}, which no save of this run wrote; move it away and start again"
-                )
+                problem = f"{place} is or holds {foreign[0]}, which no save of this run wrote"
+                raise SaveError(f"{problem}; move it away and start again")
         with explained(path):
             partial_of(path).mkdir(parents=True, exist_ok=True)
 

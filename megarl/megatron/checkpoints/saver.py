@@ -48,23 +48,17 @@ class Saver:
         """
         self.poll(wait=True)
         path = clear_partial(self._folder, step, self._run)
+        folder = partial_of(path)
+        options: dict[str, Any] = checkpoint_metadata("content_metadata") | writer()
         filesystem_async._results_queue = ForkedQueue()
         self._written = ForkedQueue()
         with explained(path):
-            request = dist_checkpointing.save(
-                run_state(policy, step, loop),
-                str(partial_of(path)),
-                async_sharded_save=True,
-                **checkpoint_metadata("content_metadata"),
-                **writer(),
-            )
+            state = run_state(policy, step, loop)
+            request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, **options)
             assert request is not None  # as it is for a synchronous save
-            if request.async_fn is not None:
-                request = request._replace(
-                    async_fn=partial(
-                        _write_until_parent_ends, os.getpid(), request.async_fn, partial_of(path), self._written
-                    )
-                )
+            if (write := request.async_fn) is not None:
+                write = partial(_write_until_parent_ends, os.getpid(), write, folder, self._written)
+                request = request._replace(async_fn=write)
             self._calls.schedule_async_request(request)
         self._pending = path
 
@@ -73,9 +67,8 @@ class Saver:
 
         SaveError if it could not be written; ``on_all_ranks`` says whether every rank raises it.
         """
-        if self._pending is None:
+        if (path := self._pending) is None:
             return None
-        path = self._pending
         try:
             with explained(path):
                 if not self._calls.maybe_finalize_async_calls(blocking=wait):

@@ -40,10 +40,8 @@ def describe_layout(policy: Policy) -> str:
 
 def sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Return the weights alone, by model chunk."""
-    state = {}
-    for index, chunk in enumerate(chunks):
-        state[f"model{index}"] = unwrap(chunk).sharded_state_dict(**checkpoint_metadata())
-    return state
+    states = (unwrap(chunk).sharded_state_dict(**checkpoint_metadata()) for chunk in chunks)
+    return {f"model{index}": state for index, state in enumerate(states)}
 
 
 def sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ all micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
+from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.passes.logprobs import linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, to_slots, to_tokens
-from megarl.replay.megatron_state import tp_position, unwrap
+from megarl.replay.megatron_state import replaced, tp_position, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
 """(index of the micro-batch, columns, logprobs [T], entropies [T], detached) -> (coefficients [T], entropy_values [T],
@@ -48,20 +46,27 @@ class MicroOutput:
     metrics: dict[str, Stat]
 
 
+def by_mask(divisor: float = 1.0) -> CoefficientFn:
+    """Return coefficients of 1 / ``divisor`` for every loss token: a weighted log-likelihood."""
+
+    def weigh(_: int, batch: TrainBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, None, dict[str, Stat]]:
+        return to_device(batch.loss_mask.to(logprobs.dtype), logprobs.device) / divisor, None, {}
+
+    return weigh
+
+
 @contextmanager
 def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
     """Inside, the model's output layer returns the input, to avoid whole logits."""
     gpt: GPTModel = unwrap(model)
-    layer = getattr(gpt, "output_layer", None)
-    if layer is None:  # not the last stage
-        yield gpt
-        return
+    layer = getattr(gpt, "output_layer", None)  # on the last stage
+
+    def pass_on(hidden: Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple[Tensor, None]:
+        return hidden, None
+
     # The layer is still called, because Megatron's data-parallel hooks are registered on it.
-    layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
-    try:
+    with nullcontext() if layer is None else replaced(layer, forward=pass_on):
         yield gpt
-    finally:
-        del layer.forward
 
 
 def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> Tensor | None:
@@ -78,9 +83,9 @@ def _logprobs(
     """(log-probabilities, entropies) by position, fp32 [S] each, from hidden [S / tp or S, H]."""
     group = parallel_state.get_tensor_model_parallel_group()
     if gpt.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        hidden = mappings.gather_from_sequence_parallel_region(hidden, group=group)
     else:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group)
+        hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group)
     is_tied = gpt.share_embeddings_and_output_weights
     weight = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
     assert weight is not None  # it may be None on earlier stages

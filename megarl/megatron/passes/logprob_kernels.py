@@ -20,14 +20,9 @@ ENTRIES = 64
 
 
 def fold(
-    logits: Tensor,
-    scale: float,
-    labels: Tensor,
-    first_id: int,
-    largest: Tensor,
-    sums: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:
+    logits: Tensor, scale: float, labels: Tensor, first_id: int,
+    largest: Tensor, sums: Tensor, kept: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:  # fmt: skip
     """Add a block of products fp32 [R, C] to the running maximum [R] and sums [3, R] of the rows.
 
     Logits are ``scale`` times the products. ``sums``: sum exp(z - m), sum (z - m) exp(z - m), logit of the label.
@@ -35,33 +30,16 @@ def fold(
     kept sets; the logits of the block's own entries are written.
     """
     _fold_kernel[logits.size(0),](
-        logits,
-        logits.stride(0),
-        logits.size(1),
-        scale,
-        labels,
-        first_id,
-        largest,
-        sums,
-        sums.stride(0),
-        *_pointers(kept, labels, labels, sums),
-        HAS_KEPT=kept is not None,
-        BLOCK=min(FOLD[0], max(32, triton.next_power_of_2(logits.size(1)))),
-        ENTRIES=ENTRIES,
-        num_warps=FOLD[1],
-    )
+        logits, logits.stride(0), logits.size(1), scale, labels, first_id,
+        largest, sums, sums.stride(0), *_pointers(kept, labels, labels, sums), HAS_KEPT=kept is not None,
+        BLOCK=min(FOLD[0], max(32, triton.next_power_of_2(logits.size(1)))), ENTRIES=ENTRIES, num_warps=FOLD[1],
+    )  # fmt: skip
 
 
 def by_logit(
-    logits: Tensor,
-    scale: float,
-    labels: Tensor,
-    first_id: int,
-    of_logprob: tuple[Tensor, Tensor],
-    of_entropy: tuple[Tensor, Tensor, Tensor] | None,
-    kept: tuple[Tensor, Tensor, Tensor] | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    logits: Tensor, scale: float, labels: Tensor, first_id: int, of_logprob: tuple[Tensor, Tensor],
+    of_entropy: tuple[Tensor, Tensor, Tensor] | None, kept: tuple[Tensor, Tensor, Tensor] | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Overwrite a block of products fp32 [R, C] with its gradient, and return it as a view of ``dtype`` [R, C].
 
     of_logprob: (normaliser, factor), of_entropy: (log_sum, entropies, factor), fp32 [R] each; the rest as in ``fold``.
@@ -69,23 +47,11 @@ def by_logit(
     """
     result = logits.view(dtype)[:, : logits.size(1)]
     _by_logit_kernel[logits.size(0),](
-        logits,
-        logits.stride(0),
-        result,
-        result.stride(0),
-        logits.size(1),
-        scale,
-        labels,
-        first_id,
-        *of_logprob,
-        *_pointers(of_entropy, *of_logprob, of_logprob[0]),
-        *_pointers(kept, labels, labels, logits),
-        HAS_ENTROPY=of_entropy is not None,
-        HAS_KEPT=kept is not None,
-        BLOCK=min(BY_LOGIT[0], max(32, triton.next_power_of_2(logits.size(1)))),
-        ENTRIES=ENTRIES,
-        num_warps=BY_LOGIT[1],
-    )
+        logits, logits.stride(0), result, result.stride(0), logits.size(1), scale, labels, first_id,
+        *of_logprob, *_pointers(of_entropy, *of_logprob, of_logprob[0]), *_pointers(kept, labels, labels, logits),
+        HAS_ENTROPY=of_entropy is not None, HAS_KEPT=kept is not None,
+        BLOCK=min(BY_LOGIT[0], max(32, triton.next_power_of_2(logits.size(1)))), ENTRIES=ENTRIES, num_warps=BY_LOGIT[1],
+    )  # fmt: skip
     return result
 
 
@@ -95,22 +61,10 @@ def _pointers(given: tuple[Tensor, ...] | None, *unused: Tensor) -> tuple[Tensor
 
 @triton.jit
 def _fold_kernel(
-    logits_ptr,
-    row_stride,
-    columns,
-    scale,
-    labels_ptr,
-    first_id,
-    largest_ptr,
-    sums_ptr,
-    sums_stride,
-    ids_ptr,
-    offsets_ptr,
-    kept_logits_ptr,
-    HAS_KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
+    logits_ptr, row_stride, columns, scale, labels_ptr, first_id,
+    largest_ptr, sums_ptr, sums_stride, ids_ptr, offsets_ptr, kept_logits_ptr,
+    HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     largest = tl.load(largest_ptr + row)
@@ -146,27 +100,10 @@ def _fold_kernel(
 
 @triton.jit
 def _by_logit_kernel(
-    logits_ptr,
-    row_stride,
-    result_ptr,
-    result_stride,
-    columns,
-    scale,
-    labels_ptr,
-    first_id,
-    normaliser_ptr,
-    factor_ptr,
-    log_sum_ptr,
-    entropies_ptr,
-    entropy_factor_ptr,
-    ids_ptr,
-    offsets_ptr,
-    kept_logits_ptr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
+    logits_ptr, row_stride, result_ptr, result_stride, columns, scale, labels_ptr, first_id,
+    normaliser_ptr, factor_ptr, log_sum_ptr, entropies_ptr, entropy_factor_ptr, ids_ptr, offsets_ptr, kept_logits_ptr,
+    HAS_ENTROPY: tl.constexpr, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     result_ptr += row * result_stride

@@ -259,8 +259,31 @@ class _LinearLogprobs(torch.autograd.Function):
             factor = torch.where(kept.has_label, factor, 0.0)
         of_entropy = None if entropy_grad is None else (log_sum, entropies, entropy_grad.float() * scale)
         kernels, block_grad = kernels_for(hidden.device), None
+
+        def differentiate(block: _Block) -> Tensor:
+            """[R, C] in the dtype of products: the gradient of a block's products, which it overwrites."""
+            rows, logits, dtype, first_id = block.rows, block.logits, block.weight.dtype, shard.first + block.columns[0]
+            pair = normaliser[rows], factor[rows]
+            triple = None if of_entropy is None else tuple(column[rows] for column in of_entropy)
+            if kernels is not None:
+                sets = None if kept is None else kept.of_rows(rows)
+                return kernels.by_logit(logits, scale, labels[rows], first_id, pair, triple, sets, dtype)
+            logits.mul_(scale)
+            by_entropy = None
+            if triple is not None:  # factor d entropy / d z = -factor p (ln p + entropy)
+                log_sums, entropy, entropy_factor = (column[:, None] for column in triple)
+                log_p = logits - log_sums
+                by_entropy = log_p.exp().mul_(log_p.add_(entropy)).mul_(entropy_factor.neg())
+            if kept is not None:
+                logits.masked_fill_(kept.outside(first_id, rows, logits.shape), float("-inf"))
+            # factor d logprob / d z = factor (onehot(label) - softmax(z))
+            by_logit = logits.sub_(pair[0][:, None]).exp_().neg_()
+            hit, column = shard.local_labels(labels[rows], *block.columns)
+            by_logit.scatter_(1, column, by_logit.gather(1, column) + hit).mul_(pair[1][:, None])
+            return (by_logit if by_entropy is None else by_logit.add_(by_entropy)).to(dtype)
+
         for block in _blocks(hidden, weight, shard, kernels):
-            by_logit = _by_block(kernels, shard, block, scale, labels, (normaliser, factor), of_entropy, kept)
+            by_logit = differentiate(block)
             _product(by_logit, block.weight, grad_hidden[block.rows], adds=True)
             if grad_weight is None:
                 continue
@@ -268,41 +291,6 @@ class _LinearLogprobs(torch.autograd.Function):
             if block.rows.stop == hidden.size(0):
                 grad_weight[slice(*block.columns)], block_grad = block_grad, None
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
-
-
-def _by_block(
-    kernels: ModuleType | None,
-    shard: _Shard,
-    block: _Block,
-    scale: float,
-    labels: Tensor,
-    of_logprob: tuple[Tensor, Tensor],
-    of_entropy: tuple[Tensor, Tensor, Tensor] | None,
-    kept: _Kept | None,
-) -> Tensor:
-    """[R, C] in the dtype of products: the gradient of a block's products, which it overwrites.
-
-    of_logprob: (normaliser, factor), of_entropy: (log_sum, entropies, factor), fp32 [S] each.
-    """
-    rows, logits, dtype, first_id = block.rows, block.logits, block.weight.dtype, shard.first + block.columns[0]
-    pair = normaliser, factor = tuple(column[rows] for column in of_logprob)
-    triple = None if of_entropy is None else tuple(column[rows] for column in of_entropy)
-    if kernels is not None:
-        sets = None if kept is None else kept.of_rows(rows)
-        return kernels.by_logit(logits, scale, labels[rows], first_id, pair, triple, sets, dtype)
-    logits.mul_(scale)
-    by_entropy = None
-    if triple is not None:  # factor d entropy / d z = -factor p (ln p + entropy)
-        log_sum, entropies, entropy_factor = (column[:, None] for column in triple)
-        log_p = logits - log_sum
-        by_entropy = log_p.exp().mul_(log_p.add_(entropies)).mul_(entropy_factor.neg())
-    if kept is not None:
-        logits.masked_fill_(kept.outside(first_id, rows, logits.shape), float("-inf"))
-    # factor d logprob / d z = factor (onehot(label) - softmax(z))
-    by_logit = logits.sub_(normaliser[:, None]).exp_().neg_()
-    hit, column = shard.local_labels(labels[rows], *block.columns)
-    by_logit.scatter_(1, column, by_logit.gather(1, column) + hit).mul_(factor[:, None])
-    return (by_logit if by_entropy is None else by_logit.add_(by_entropy)).to(dtype)
 
 
 def _fold(largest: Tensor, sums: Tensor, logits: Tensor) -> None:

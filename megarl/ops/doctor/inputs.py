@@ -5,7 +5,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ from megarl.config.tables.data import FILES
 from megarl.data.records import get_field, read_records
 from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError
 from megarl.files.foreign_json import read_object
+from megarl.files.hf_config import MoeShape
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
@@ -37,7 +38,11 @@ def read_model(config: Config) -> tuple[list[Finding], ModelShape | None]:
     try:
         shape = read_shape(folder)
     except (MegarlError, OSError, ValueError) as error:
-        return [Finding("model.path", "failed", str(error), advice="" if ";" in str(error) else "mend the file")], None
+        checks = [Finding("model.path", "failed", str(error), advice="" if ";" in str(error) else "mend the file")]
+        with suppress(MegarlError, OSError, ValueError):
+            if (moe := MoeShape.of(read_object(folder / "config.json"))).moe_layers:
+                checks.append(Finding("routes", "ok", f"{moe}: verify and the plug-in take the model"))
+        return checks, None
     checks = [Finding("model.path", "ok", shape.family)]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         checks.append(Finding("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))

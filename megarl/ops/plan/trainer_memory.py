@@ -105,7 +105,8 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
     """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
     # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
-    return max((2 if rule.scope == "expert" else 3) * whole_bytes(rule, shape, element, ep) for rule in rules_of(shape))
+    rules = rules_of(shape)
+    return max((3 - rule.scope.startswith("expert")) * whole_bytes(rule, shape, element, ep) for rule in rules)
 
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
@@ -205,7 +206,8 @@ def head_bytes(shape: ModelShape, cut: Cut) -> int:
 def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
     """Bytes kept by one layer; ``recompute`` names modules of selective recomputation, which keep only the input."""
     latent, is_moe = shape.fields.get("multi_latent_attention"), layer in shape.moe_layers
-    attention = (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
+    softmax = _latent_attention if latent else _grouped_attention
+    attention = (_linear_attention if layer in shape.linear_layers else softmax)(shape, cut, recompute)
     if is_moe:
         mlp = 0 if "moe" in recompute else _moe(shape, cut, recompute)
     else:
@@ -229,7 +231,20 @@ def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) 
     normed = cut.element * (q + kv) + 4 * (heads + groups) if fields["qk_layernorm"] else 0
     # Recomputed, the values are a view of the projection, which is kept whole.
     output = q + 2 * kv if "core_attn" in recompute else kv
-    return (normed + cut.element * (2 * q + kv + output) + 4 * heads) * cut.slots
+    gate = (cut.element + 4) * q if fields.get("attention_output_gate") else 0
+    return (normed + cut.element * (2 * q + kv + output) + 4 * heads + gate) * cut.slots
+
+
+def _linear_attention(shape: ModelShape, cut: Cut, _: Collection[str] = ()) -> int:
+    """Rows around projection and convolution, and fp32 heads, decays and states of the gated delta rule in plain torch.
+
+    Chunks have 64 tokens. Kernels keep less.
+    """
+    fields = shape.fields
+    keys, values = fields["linear_num_key_heads"] // cut.tp, fields["linear_num_value_heads"] // cut.tp
+    k, v = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    rule = 2 * keys * k + values * (4 * k + 6 * v + 8 * 64 + 2 * k * v // 64)
+    return (cut.element * (6 * keys * k + 5 * values * v) + 4 * rule) * cut.slots
 
 
 def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
@@ -243,8 +258,7 @@ def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -
     output = fields["qk_head_dim"] if "core_attn" in recompute else 0
     attention = e * heads * (2 * (fields["qk_head_dim"] + rope + value) + output) + 4 * heads
     topk = fields.get("dsa_indexer_topk") or cut.longest
-    if cut.longest > topk:
-        attention += 4 * topk if "core_attn" in recompute else e * cut.longest
+    attention += (4 * topk if "core_attn" in recompute else e * cut.longest) * (cut.longest > topk)
     return latents * cut.rows + ((4 * e + 4) * rope + attention) * cut.slots
 
 

@@ -16,6 +16,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def draw(
     request_of = requests.make_requests(config.run.seed, requests.EVALUATE, number, benchmark.prompts)
     params, work = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
     drawn = Draw(FixedSamples(keys), request_of, benchmark.player)
-    return requests.sample_together(engine, drawn, params, on_finish, work=work)
+    return requests.sample_together(engine, partial(drawn.run, engine, params, on_finish), work)
 
 
 def score_table(table: SampleTable, benchmark: PlayedBenchmark) -> dict[str, float]:
@@ -255,9 +256,8 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
         return None
     if config.function == "tools":
         template = {} if config.observation is None else {"template": config.observation}
-        form = (
-            Hermes(**template) if config.format == "hermes" else Block(config.call_open, config.call_close, **template)
-        )
+        marks = config.call_open, config.call_close
+        form = Hermes(**template) if config.format == "hermes" else Block(*marks, **template)
         return ToolEnvironment([_tool(name, config) for name in config.tools], form)
     factory = load_plug("environment.function", config.function, "tools")
     environment = call_own("environment.function", factory, **config.options)

@@ -16,14 +16,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.nn import Parameter
 
-from megarl.core.devices import to_device
-from megarl.core.metrics import Stat
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import Rollout
 from megarl.errors import NumericsError
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
+from megarl.megatron.passes.forward import by_mask
 from megarl.megatron.policy import Policy
 from megarl.replay import Recording
-from megarl.replay.megatron_state import unwrap
+from megarl.replay.megatron_state import replaced, unwrap
 from megarl.trainer.mini_batch import MiniBatch, make_rollout
 from megarl.trainer.passes import run_pass
 from megarl.trainer.step import TrainStep
@@ -76,14 +75,11 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: Bl
 
 
 def _backward(train_step: TrainStep, mini: MiniBatch) -> None:
-    def weigh(_: int, batch: TrainBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, None, dict[str, Stat]]:
-        return to_device(batch.loss_mask.to(logprobs.dtype), logprobs.device), None, {}
-
     policy, routing = train_step.policy, nullcontext()
     if policy.replay is not None and mini.routes is not None:
         # min_agreement=0: too few tokens to check the routes; the training step checks routes.
         routing = policy.replay.replay(Recording(mini.routes), min_agreement=0.0)
-    run_pass(policy, mini, routing, coefficients=weigh)
+    run_pass(policy, mini, routing, coefficients=by_mask())
 
 
 def _square(parameter: Parameter) -> Tensor:
@@ -113,9 +109,8 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
     Nothing is reduced over data-parallel ranks, and routers add no balancing loss. Afterwards all gradients are zero,
     and the routers' counts for the expert bias are restored.
     """
-    config = policy.megatron_config
     names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
-    originals = {name: getattr(config, name) for name in names}
+    without_reduction = replaced(policy.megatron_config, **dict.fromkeys(names))
     # The embedding's gradient makes gradients flow through every layer and activation checkpointing.
     trained = set(map(id, [*parameters, *_embeddings(policy)]))
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in trained]
@@ -125,11 +120,11 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
     for chunk in hooked:  # their hooks gather weights, and assert that all weights are trained
         chunk.disable_forward_pre_hook()
     try:
-        vars(config).update(dict.fromkeys(names))
         for parameter in frozen:
             parameter.requires_grad_(False)
         with ExitStack() as stack:
-            for context in (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy)):
+            contexts = (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy), without_reduction)
+            for context in contexts:
                 stack.enter_context(context)
             yield
     finally:
@@ -138,7 +133,6 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
             vars(parameter)["main_grad"] = buffer  # the experts of Transformer Engine 2.11 take it from frozen weights
         for chunk in hooked:
             chunk.enable_forward_pre_hook()
-        vars(config).update(originals)
         policy.zero_grad()
 
 

@@ -12,7 +12,7 @@ from megarl.config import Config
 from megarl.core.sampling.collector import Key
 from megarl.core.types import SampleRequest
 from megarl.data.prompts import Prompt
-from megarl.engines.player import Draw, Sample
+from megarl.engines.player import Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
@@ -51,23 +51,12 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     return replace(params, temperature=config.eval.temperature, max_kept_ids=None)
 
 
-def sample_together(
-    engine: Engine,
-    draw: Draw,
-    params: SamplingParams,
-    on_finish: Advance | None = None,
-    background: "BackgroundSampling | None" = None,
-    work: str = "sampling",
-) -> dict[Key, Sample]:
-    """Return this rank's samples; a collective call. background: samples under way.
+def sample_together(engine: Engine, sample: Callable[[], dict[Key, Sample]], work: str) -> dict[Key, Sample]:
+    """Return this rank's samples; a collective call.
 
-    work: named in the error if a further rank fails. Errors of the engine are raised; RolloutError as in
-    ``require_weights``.
+    sample: draws them, or waits for those under way. work: named in the error if a further rank fails. Errors of the
+    engine are raised; RolloutError as in ``require_weights``.
     """
-
-    def sample() -> dict[Key, Sample]:
-        return background.result(on_finish) if background else draw.run(engine, params, on_finish)
-
     samples = distributed.run_together(work, sample)
     require_weights(engine)
     return samples

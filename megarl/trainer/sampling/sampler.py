@@ -6,6 +6,7 @@ advantages need whole groups, and groups may span ranks.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,8 +127,10 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        drawn, params = self._make_step_draw(assigned), self._params(step)
-        samples = requests.sample_together(self.engine, drawn, params, self.on_finish, assigned.background)
+        sample = partial(self._make_step_draw(assigned).run, self.engine, self._params(step), self.on_finish)
+        if assigned.background is not None:
+            sample = partial(assigned.background.result, self.on_finish)
+        samples = requests.sample_together(self.engine, sample, "sampling")
         table = step_rollouts.SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = step_rollouts.select(assigned.assignment, table, step)
         advantages, trains = step_rollouts.response_advantages(self.config, self.objective, selection, table)
@@ -206,7 +209,8 @@ class Sampler:
         draw = self._make_draw(assignment.FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
-        return requests.sample_together(self.engine, draw, params, self.on_finish)
+        sample = partial(draw.run, self.engine, params, self.on_finish)
+        return requests.sample_together(self.engine, sample, "sampling")
 
     def _params(self, step: int) -> SamplingParams:
         routes = wants_routes(self.config, self._shape, step + 1)

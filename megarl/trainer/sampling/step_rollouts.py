@@ -299,6 +299,4 @@ def process_advantages(
     length_of = {row: rollout.num_tokens for mini in minis for rollout, row in mini}
     lengths = [length_of.get(row, 0) for row in range(len(selection.keys))]  # 0: of a different copy
     values = step_advantages(objective, [steps[key] for key in selection.keys], selection.prompts, lengths)
-    return [
-        [values[row] if row < len(values) else np.zeros(rollout.num_tokens) for rollout, row in mini] for mini in minis
-    ]
+    return [[values[row] if row < len(values) else np.zeros(r.num_tokens) for r, row in mini] for mini in minis]

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[3]
 def write_config(folder: Path, family: str, **changes: Any) -> Path:
     """A folder with the config.json of a tiny model and nothing else."""
     kind, config = FAMILIES[family]
+    if "text_config" in config:
+        config, changes = {**config, "text_config": {**config["text_config"], **changes}}, {}
     folder.mkdir(parents=True, exist_ok=True)
     shared = {"n_shared_experts": 1} if family == "glm4_moe" else {}  # the default of transformers
     full = {"rms_norm_eps": 1e-6, "model_type": kind, **shared, **config, **changes}

@@ -43,9 +43,8 @@ class Broadcast(Transport):
                 return broadcast(senders, bucket)
             except WeightSyncError as error:
                 delivery.is_split = True
-                delivery.receivers.tell(
-                    f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}"
-                )
+                tell = delivery.receivers.tell
+                tell(f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}")
         delivery.receivers.each(lambda member: broadcast([member.sender], bucket), daemon=False)
         return None
 
@@ -116,13 +115,10 @@ class BroadcastGroup:
         self.address = own_address(url)
         self.world_size = 1 + tp
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self.device = device
-        self.timeout_s = timeout_s
-        self._timeout = timedelta(seconds=timeout_s)
+        self.device, self.timeout_s = device, timeout_s
+        self._timeout = timeout = timedelta(seconds=timeout_s)
         # Not rendezvous(): under torchrun it uses torchrun's own store for every group.
-        store = dist.TCPStore(
-            self.address, 0, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
-        )
+        store = dist.TCPStore(self.address, 0, self.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         self.port = int(store.port)
         self._store: dist.Store | None = store
         self._group: dist.ProcessGroup | None = None

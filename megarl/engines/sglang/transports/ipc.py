@@ -22,16 +22,8 @@ from torch._utils import _rebuild_tensor_v2
 from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
-from megarl.engines.sglang.transports.protocol import (
-    Buckets,
-    Delivery,
-    Handle,
-    Rebuilt,
-    Transport,
-    payload_of,
-    post_payloads,
-)
-from megarl.engines.sglang.transports.sender import CPU, WeightSender
+from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Handle, Rebuilt, Transport, send_handles
+from megarl.engines.sglang.transports.sender import CPU
 from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
 from megarl.errors import MegarlError, WeightSyncError
 
@@ -112,12 +104,7 @@ class SharedMemory(Transport):
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
         """Send the handles of a bucket to all servers."""
-
-        def share(sender: WeightSender) -> None:
-            payloads = [payload_of(bucket, Rebuilt(self.handles[gpu])) for gpu in sender.gpus]
-            post_payloads(sender, payloads, bucket.flat.numel())
-
-        for member in delivery.receivers.each(lambda member: share(member.sender)):
+        for member in delivery.receivers.each(lambda member: send_handles(member.sender, bucket, self.handles)):
             self.confirmed.update(member.sender.gpus)
 
     def _meet(self, bucket: Bucket | None) -> None:

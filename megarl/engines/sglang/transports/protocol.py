@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +106,12 @@ def send_tensors(sender: WeightSender, bucket: Bucket, payload: str | None = Non
     """Send a bucket to a server. payload: the bucket's ``payload_of``, if already made."""
     payloads = [payload or payload_of(bucket)] * sender.tp
     post_payloads(sender, payloads, sum(map(len, payloads)))
+
+
+def send_handles(sender: WeightSender, bucket: Bucket, handles: Mapping[int, Handle]) -> None:
+    """Send a server the handles of a bucket's memory; handles: by GPU."""
+    payloads = [payload_of(bucket, Rebuilt(handles[gpu])) for gpu in sender.gpus]
+    post_payloads(sender, payloads, bucket.flat.numel())
 
 
 class Tensors(Transport):

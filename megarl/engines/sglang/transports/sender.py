@@ -44,8 +44,7 @@ class WeightSender:
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
-        self.url = url
-        self.tp = tp
+        self.url, self.tp = url, tp
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
         """The process group of the server, or None."""
@@ -108,9 +107,7 @@ class WeightSender:
         self.name(str(version))
         named_version = self.weight_version()
         if named_version != str(version):
-            raise WeightSyncError(
-                f"{self.url} says its weights are version {named_version!r} after an update to {version}"
-            )
+            raise WeightSyncError(f"{self.url} says it has version {named_version!r} after an update to {version}")
         self._named = named_version
 
     def name(self, version: str) -> None:
