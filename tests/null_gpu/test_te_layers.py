@@ -26,7 +26,7 @@ TOLERANCE = 1e-5 if NULL else 5e-3
 """Of fp32 gradients, relative to the largest entry of a tensor; of losses and norms."""
 MODELS = ("base", *(model for model in FAMILIES if model != "qwen3_moe"))  # base is one
 DENSE = ("llama", "qwen2", "qwen3")
-ON_TWO = ("base", "qwen2_moe", "deepseek_v3", "moonlight")
+ON_TWO = ("base", "qwen2_moe", "deepseek_v3", "moonlight", "gpt_oss")
 
 Results = dict[str, dict[str, Any]]
 
