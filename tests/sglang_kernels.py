@@ -93,9 +93,7 @@ def centred_norm(x: Tensor, weight: Tensor, eps: float, width: int) -> Tensor:
     return heads * (heads.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight.float())
 
 
-def norm_heads(
-    q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, eps: float, width: int
-) -> tuple[Tensor, Tensor]:
+def norm_heads(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, eps: float, width: int) -> tuple[Tensor, Tensor]:
     return centred_norm(q, of_q, eps, width), centred_norm(k, of_k, eps, width)
 
 

@@ -48,7 +48,9 @@ def test_the_families_page_is_what_was_measured_and_lists_every_family(tmp_path:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     page = (ROOT / "docs" / "families.md").read_text()
     assert (tmp_path / "page").read_text() == page, "run .venv/bin/python tools/families.py --only"
-    families, refused = (page.partition(f"## {head}")[2].partition("## ")[0] for head in ("Model types", "What remains"))
+    families, refused = (
+        page.partition(f"## {head}")[2].partition("## ")[0] for head in ("Model types", "What remains")
+    )
     assert re.findall(r"^\| `(\w+)` \|", families, re.MULTILINE) == [*FAMILIES]
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", refused, re.MULTILINE)) == LACKING
 

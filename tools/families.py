@@ -61,7 +61,13 @@ class Served:
 
 _SIGMOID = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _FULL = {"full_attention_interval": 2}
-_LATENT = Served({"kv_lora_rank": 256, "qk_rope_head_dim": 32, "rope_parameters": YARN}, _SIGMOID, ("--attention-backend", "triton"), 2, 3)
+_LATENT = Served(
+    {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "rope_parameters": YARN},
+    _SIGMOID,
+    ("--attention-backend", "triton"),
+    2,
+    3,
+)
 _DELTA_NET = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 SERVED = {
     "qwen3_moe": Served({"mlp_only_layers": []}),
@@ -158,7 +164,9 @@ def _computes(model: Path) -> Row:
     measured, batches = cases_training.gradients({}, model.name), rollouts()
     logits = logits_of_transformers(model, [rollout.tokens for rollout in batches])
     logprob = max(
-        float((measured["logprobs"][tuple(rollout.tokens.tolist())] - teacher_forced(one, rollout.tokens)[0]).abs().max())
+        float(
+            (measured["logprobs"][tuple(rollout.tokens.tolist())] - teacher_forced(one, rollout.tokens)[0]).abs().max()
+        )
         for rollout, one in zip(batches, logits, strict=True)
     )
     _, expected = oracle_loss_gradients(model, batch_of(batches))
@@ -282,7 +290,9 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
         with Server(spec) as server:
             server.wait_ready(SERVER_START_S)
             fleet = Fleet(urls=[server.url], source=folder, settings=settings, api_key="key")
-            engine = SGLangEngine(fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=WeightForm(torch.float32))
+            engine = SGLangEngine(
+                fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=WeightForm(torch.float32)
+            )
             weights = safetensors_of(folder)
             cells = {}
             for step, tensors in (("loaded", weights), ("updated", dict(_changed(weights)))):
@@ -529,7 +539,9 @@ def page(rows: dict[str, Row], large: Row) -> str:
         *table(rows),
         "",
         f"A Qwen3-MoE of {large['gib']:.2f} GiB in bf16, each way in a process of its own, verification included: to Megatron in",
-        "{} s and {} MiB of anonymous memory, back in files of 0.5 GiB in {} s and {} MiB.".format(*large["to"], *large["back"]),
+        "{} s and {} MiB of anonymous memory, back in files of 0.5 GiB in {} s and {} MiB.".format(
+            *large["to"], *large["back"]
+        ),
         "",
         SERVERS.rstrip(),
     ]
@@ -555,9 +567,9 @@ NOTES = """\
 
 
 def _words(values: Row) -> str:
-    return ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items() if not isinstance(value, dict)) + (
-        "YaRN" if "rope_parameters" in values else ""
-    )
+    return ", ".join(
+        f"`{key} = {json.dumps(value)}`" for key, value in values.items() if not isinstance(value, dict)
+    ) + ("YaRN" if "rope_parameters" in values else "")
 
 
 def main(words: Sequence[str] | None = None) -> int:

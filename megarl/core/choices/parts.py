@@ -270,6 +270,12 @@ _REFUSALS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("r
 """Record -> rule -> text."""
 
 
+def refuse(subject: str, problems: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first message whose value is true, behind ``subject``."""
+    if message := next((message for message, is_wrong in problems.items() if is_wrong), None):
+        raise ConfigError(subject + message)
+
+
 def _refuse(record: Any, rules: Mapping[str, object], **facts: object) -> None:
     """Raise ConfigError with the text of the first rule whose value is true."""
     label = type(record).__name__.lower()
