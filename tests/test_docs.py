@@ -14,6 +14,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.commands import COMMANDS
+from megarl.files.hf_config import FAMILIES, LACKING
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -39,6 +40,17 @@ def test_the_version_matrix_is_what_was_measured(tmp_path: Path) -> None:
     done = preloaded.run(words, timeout=3600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "page").read_text() == (ROOT / "docs" / "version_matrix.md").read_text()
+
+
+def test_the_families_page_is_what_was_measured_and_lists_every_family(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "tools" / "families.py"), "--only", "--out", str(tmp_path / "page")]
+    done = preloaded.run(words, timeout=3600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    page = (ROOT / "docs" / "families.md").read_text()
+    assert (tmp_path / "page").read_text() == page, "run .venv/bin/python tools/families.py --only"
+    families, refused = (page.partition(f"## {head}")[2].partition("## ")[0] for head in ("Model types", "What remains"))
+    assert re.findall(r"^\| `(\w+)` \|", families, re.MULTILINE) == [*FAMILIES]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", refused, re.MULTILINE)) == LACKING
 
 
 def test_the_site_has_every_page_once() -> None:

@@ -64,7 +64,8 @@ class Keys:
     @staticmethod
     def of_megatron(shape: ModelShape, layers: Literal["local", "te"]) -> "Keys":
         """Return Megatron's scheme: layers are stacked unless ``moe_layer_freq`` is a list, as in a MoE model."""
-        return Keys("local" if shape.norm_over_heads else layers, stacked=not (shape.moe_layers or shape.linear_layers))
+        is_stacked = not (shape.moe_layers or shape.linear_layers)
+        return Keys("local" if shape.needs_local_layers else layers, stacked=is_stacked)
 
     def place(self, piece: Piece, shape: ModelShape) -> Place:
         """Return the place of a parameter."""

@@ -69,6 +69,11 @@ class ModelShape:
         return tuple(index for index, is_moe in enumerate(self.fields.get("moe_layer_freq", ())) if is_moe)
 
     @property
+    def needs_local_layers(self) -> bool:
+        """Whether Transformer Engine lacks a layer of the model: norms over all heads, or an indexer."""
+        return self.norm_over_heads or bool(self.indexer_layers)
+
+    @property
     def linear_layers(self) -> tuple[int, ...]:
         """0-based global indices of the layers with linear attention."""
         return tuple(index for index, linear in enumerate(self.fields.get("linear_attention_freq", ())) if linear)
