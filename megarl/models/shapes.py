@@ -313,7 +313,7 @@ def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
 def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
     """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
     kinds, types = ("full_attention", "linear_attention"), hf["layer_types"]
-    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"] or 4
     if types is None:
         types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
     fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}
