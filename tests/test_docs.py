@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def test_the_families_page_is_what_was_measured_and_lists_every_family(tmp_path:
     )
     assert re.findall(r"^\| `(\w+)` \|", families, re.MULTILINE) == [*FAMILIES]
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", refused, re.MULTILINE)) == LACKING
+
+
+def test_the_example_of_another_family_is_the_family_that_the_tests_run() -> None:
+    page = (ROOT / "docs" / "convert.md").read_text().partition("## Another family")[2]
+    for language, file in (("toml", "megarl/files/families.toml"), ("python", "tests/tiny_families.py")):
+        block = re.search(rf"^    ```{language}\n(.*?)^    ```$", page, re.MULTILINE | re.DOTALL)
+        assert block, language
+        indent = "" if language == "toml" else "    "
+        example = textwrap.indent(textwrap.dedent(block[1]), indent)
+        assert "dots1" in example.splitlines()[0]
+        assert example in (ROOT / file).read_text(), f"docs/convert.md shows another text than {file}"
 
 
 def test_the_site_has_every_page_once() -> None:

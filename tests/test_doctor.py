@@ -20,7 +20,7 @@ from megarl.config import file as config_file
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
 from megarl.ops import doctor
-from megarl.ops.doctor import inputs, machine
+from megarl.ops.doctor import inputs, machine, report
 
 TRIAL = machine.run_trial
 
@@ -293,3 +293,8 @@ def test_a_broken_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     says = {check.name: check.says() for check in machine.run_trial(None, set())[0]}
     assert "libcudart.so.12" in says["datasets"]
     assert "torch" not in says
+
+
+def test_every_text_belongs_to_a_check() -> None:
+    sources = "".join(Path(module.__file__).read_text("utf-8") for module in (inputs, machine))
+    assert [key for key in report._TEXTS if f'"{key}"' not in sources] == []

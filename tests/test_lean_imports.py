@@ -52,7 +52,7 @@ def test_traces_need_few_packages_and_what_is_missing_is_named(lean, tmp_path):
     assert "100.000%" in lean("trace", "diff", a, b).stdout
     for words, told in (
         (("patch", "status"), "this Python has no megatron-core"),
-        (("quickstart",), "needs the package plotly, which is not installed: pip install 'megarl-moe[train]'\n"),
+        (("quickstart",), "needs the package jinja2, which is not installed: pip install 'megarl-moe[train]'\n"),
     ):
         done = lean(*words)
         assert done.returncode == 2

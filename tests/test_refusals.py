@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from run_configs import SMALLEST, parsed, read_rows, read_words, refusal
 
+import megarl.config
 from megarl.config.file import parse
 from megarl.errors import ConfigError
 
+CONFIG = Path(megarl.config.__file__).parent
 ROWS = r"""
 rollout.temprature=1.0 | rollout.temprature: unknown key | did you mean rollout.temperature?
 temperature=1.0 | temperature: unknown key | rollout.temperature or eval.temperature
@@ -205,3 +210,9 @@ def test_credit_takes_no_advantage_that_subtracts_no_mean_of_the_prompt(name: st
     parsed(**changes, sampling__advantages="objective")
     if name != "gdpo":
         parsed(train__objective_overrides={"advantage": name}, reward__threshold=0.5)
+
+
+def test_every_text_belongs_to_a_rule() -> None:
+    texts = tomllib.loads((CONFIG / "refusals.toml").read_text("utf-8"))
+    sources = "\n".join(path.read_text("utf-8") for path in CONFIG.rglob("*.py"))
+    assert set(texts) == set(re.findall(r'row\(\s*"(\w+)"', sources)) | {name for name in texts if name[:6] == "dense_"}

@@ -6,7 +6,7 @@ torch or Megatron, so a wrong file is reported at once. In the order of the call
     command          the record of a command; ``file`` and ``process_environment`` are called from here
     file             reads the TOML file and flags, ``--table.key value``; every mistake is a ConfigError of one line
     root             ``Config``: all tables, checked, and the layout of the ranks; ``to_toml`` writes the file
-    refusals/        rules between tables, on ranks, on the model and on memory
+    refusals/        rules between tables, on ranks, on the model and on memory; texts in refusals.toml
     tables/          each table with keys, help texts and the table's own rules
     plugs            objects named "package.module:name"; sampling engines and their capabilities
     megatron_fields  the fields that the [megatron] table may not set, and what is set on GPUs

@@ -6,8 +6,10 @@ The configuration is checked against the capabilities of the engine. A user's en
 
 import importlib
 import inspect
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -79,18 +81,8 @@ class EngineKind:
     """Samples in servers, which can work while the trainer trains. The [sglang] table describes the servers."""
 
 
-ENGINES: Mapping[str, EngineKind] = MappingProxyType(
-    {
-        "local": EngineKind(
-            "megarl.trainer.engines:make_local_engine",
-            **dict.fromkeys(("routes", "fp8", "fp8_arithmetic", "nucleus", "kept_sets"), True),
-        ),
-        "sglang": EngineKind(
-            "megarl.trainer.engines:make_sglang_engine",
-            **dict.fromkeys(("routes", "fp8", "nucleus", "kept_sets", "server"), True),
-        ),
-    }
-)
+_ENGINES = tomllib.loads(Path(__file__).with_name("engines.toml").read_text("utf-8"))
+ENGINES: Mapping[str, EngineKind] = MappingProxyType({name: EngineKind(**table) for name, table in _ENGINES.items()})
 """The engines that megarl brings."""
 
 

@@ -7,6 +7,7 @@ is a ConfigError. On a CPU, the variables have no effect.
 import os
 import re
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -20,19 +21,10 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 second."""
 LAUNCHER = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
 """Variables of torchrun, because of which a library in another process would take it for a rank."""
-_DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),  # Megatron refuses to build deterministic layers otherwise
-    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # the values that cuBLAS documents as reproducible
-    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),  # those that Megatron-LM accepts
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_DETERMINISTIC: Mapping[str, list[str]] = _TABLES["deterministic"]
 """Values that are deterministic; megarl's own is the first."""
-
-
-_CACHES: Mapping[str, str] = {
-    **{"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "TORCH_EXTENSIONS_DIR": "extensions"},
-    **{"CUDA_CACHE_PATH": "cuda", "CUTE_DSL_CACHE_DIR": "cute", "TILELANG_CACHE_DIR": "tilelang"},
-    **{"DG_JIT_CACHE_DIR": "deep_gemm", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "SGLANG_CACHE_DIR": "sglang"},
-}
+_CACHES: Mapping[str, str] = _TABLES["caches"]
 """Variables of torch, Triton, CUDA and the kernels of SGLang -> folder of each below megarl's."""
 
 

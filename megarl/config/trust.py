@@ -5,6 +5,7 @@ import grp
 import os
 import pwd
 import stat
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,18 +13,10 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
-PLUGS = (
-    *("reward.function", "rollout.engine", "sampling.rule", "train.objective", "train.objective_overrides"),
-    *("environment.function", "environment.tools"),
-)
+_KEYS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+PLUGS = tuple(_KEYS["plugs"])
 """Keys that may name the user's own code, as "package.module:name"."""
-POWERS = (
-    *("sglang.python", "sglang.arguments"),  # start programs
-    *("sglang.urls", "sglang.api_key_env"),  # send weights and the value of a variable to others
-    *("reward_model.urls", "reward_model.api_key_env"),  # send responses and the value of a variable to others
-    "model.trust_remote_code",  # lets the model folder's code in
-    "log.wandb_project",  # sends results out
-)
+POWERS = tuple(_KEYS["powers"])
 """Keys whose values run or send something."""
 
 

@@ -14,7 +14,7 @@ from megarl.errors import CheckpointError
 from megarl.files.foreign_json import read_regular
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import describe_faults
-from megarl.models.names import LAYOUTS, Rule, dimensions, row_blocks, rules_of
+from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
 
 _FUSED_IN_LOCAL = {
@@ -64,7 +64,8 @@ class Keys:
     @staticmethod
     def of_megatron(shape: ModelShape, layers: Literal["local", "te"]) -> "Keys":
         """Return Megatron's scheme: layers are stacked unless ``moe_layer_freq`` is a list, as in a MoE model."""
-        return Keys("local" if shape.norm_over_heads else layers, stacked=not (shape.moe_layers or shape.linear_layers))
+        is_stacked = not (shape.moe_layers or shape.linear_layers)
+        return Keys("local" if shape.needs_local_layers else layers, stacked=is_stacked)
 
     def place(self, piece: Piece, shape: ModelShape) -> Place:
         """Return the place of a parameter."""
@@ -82,8 +83,8 @@ class Keys:
     def parts(self, piece: Piece, shape: ModelShape) -> list[tuple[Place, tuple[int, ...]]]:
         """Return place and shape of the tensors that hold a parameter: blocks of its rows, or the whole."""
         place, whole = self.place(piece, shape), parameter_shape(piece, shape)
-        blocks = row_blocks(piece.rule.layout, shape).items()
-        parts = [(replace(place, key=f"{place.key}.{name}"), (rows, *whole[1:])) for name, rows in blocks]
+        blocks, sizes = LAYOUTS[piece.rule.layout].blocks.items(), dimensions(shape)
+        parts = [(replace(place, key=f"{place.key}.{name}"), (sizes[rows], *whole[1:])) for name, rows in blocks]
         return parts or [(place, whole)]
 
     def _name(self, rule: Rule, shape: ModelShape) -> str:

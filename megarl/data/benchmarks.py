@@ -6,6 +6,7 @@ transformers is imported when prompts are loaded, so that a wrong name is report
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.core.choices.stopping import POSITIVE
+from megarl.data.refusals import refusal
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,15 +49,9 @@ class Benchmark:
     """A response is correct if the reward is above the threshold."""
 
 
-BENCHMARKS = {
-    benchmark.name: benchmark
-    for benchmark in (
-        Benchmark("aime24", "HuggingFaceH4/aime_2024", "train"),
-        Benchmark("aime25", "MathArena/aime_2025", "train"),
-        Benchmark("hmmt25", "MathArena/hmmt_feb_2025", "train"),
-    )
-}
-"""By short name; 30 problems each. HMMT is the February contest."""
+_BENCHMARKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+BENCHMARKS = {name: Benchmark(name, **table) for name, table in _BENCHMARKS.items()}
+"""By short name."""
 
 
 def choose(words: Sequence[str], config: Config, template: str | None = None) -> tuple[Benchmark, ...]:
@@ -81,16 +77,11 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
         heldout = _from_config(HELDOUT, config.data.heldout, config)
         benchmarks.insert(0, replace(heldout, split=config.data.resolved_heldout_split))
     if not benchmarks:
-        raise ConfigError(
-            f"found nothing to evaluate on: pass --data with files, hub names or {', '.join(BENCHMARKS)}, or set "
-            "data.heldout"
-        )
+        raise ConfigError(refusal("nothing_to_evaluate", names=", ".join(BENCHMARKS)))
     names = [benchmark.name for benchmark in benchmarks]
     for index, benchmark in enumerate(benchmarks):
         if benchmark.name in names[:index]:
-            raise ConfigError(
-                f"--data: found two benchmarks named {benchmark.name}; give one as NAME={benchmark.source}"
-            )
+            raise ConfigError(refusal("benchmark_twice", name=benchmark.name, source=benchmark.source))
     return tuple(
         benchmarks if template is None else (replace(benchmark, template=template) for benchmark in benchmarks)
     )
@@ -112,15 +103,11 @@ def _read_word(word: str, config: Config) -> Benchmark:
             return BENCHMARKS[word]
         name, source = "", word
     elif not source or not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"--data: found {word!r}, expected NAME=SOURCE, the name of letters, digits, dots, dashes and underscores"
-        )
+        raise ConfigError(refusal("benchmark_name", word=word))
     is_file, path = source.endswith(FILES), Path(source)
     if not (is_file or "/" in source or path.exists()):  # a misspelt short name
-        raise ConfigError(
-            f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a {', '.join(FILES)} file, a folder, or a "
-            "hub name owner/name"
-        )
+        facts = {"names": ", ".join(BENCHMARKS), "files": ", ".join(FILES)}
+        raise ConfigError(refusal("benchmark_source", source=source, **facts))
     if name in BENCHMARKS:
         return replace(
             BENCHMARKS[name], source=source, split=None if is_file or path.is_dir() else BENCHMARKS[name].split

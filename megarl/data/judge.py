@@ -33,6 +33,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.process_environment import LAUNCHER
 from megarl.config.tables.data import RewardModelConfig
+from megarl.data.refusals import refusal
 from megarl.data.rewards import BUILT_IN_REWARDS, Verdict, describe_failure, read_verdict
 from megarl.errors import ConfigError
 from megarl.files.bounded_process import limit_memory, lower_limit
@@ -95,9 +96,7 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
         self._cpu_s = timeout_s if self._is_checked and not self._is_local else None
         self._longest_s = timeout_s if self._cpu_s is None else BUSY_S + BUSY_FACTOR * timeout_s
         if function.startswith("__main__:") and not self._is_local:
-            raise ConfigError(
-                f"reward.function {function!r}: workers do not run the main module; put it in another one"
-            )
+            raise ConfigError(refusal("reward_in_main", function=function))
         self.num_workers = workers
         self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         """A place per worker: a call that waits for a place can be cancelled at no cost."""

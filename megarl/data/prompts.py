@@ -20,6 +20,7 @@ from transformers.utils import chat_template_utils
 from megarl.config import Config
 from megarl.config.tables.data import DataConfig
 from megarl.data.records import Record, get_field, read_records, type_name
+from megarl.data.refusals import refusal
 from megarl.data.tokenizer import count_rows, tokenize
 from megarl.errors import ConfigError, DataError
 from megarl.files.bounded_process import BoundedProcess
@@ -101,9 +102,7 @@ def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_
     if not isinstance(end_token, int):
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
     if reader.num_rows is not None and end_token >= reader.num_rows:
-        raise ConfigError(
-            f"the tokenizer's eos_token is {end_token}, but the model has {reader.num_rows} rows: correct it"
-        )
+        raise ConfigError(refusal("end_token_without_row", token=end_token, rows=reader.num_rows))
 
     def read(place: str, record: Record) -> tuple[Text, Text]:
         text = reader.text(record, place)
@@ -235,10 +234,7 @@ class PromptReader:
             repeated = [token for token in self._prefix if tokens.count(token) > 1] if text.plain else []
             if repeated or (bos is not None and tokens[:2] == [bos, bos]):
                 mark = self._tokenizer.convert_ids_to_tokens(repeated[0] if repeated else tokens[0])
-                raise DataError(
-                    f"{text.place}: {name} holds {mark!r}, which is put before it once more; remove it, "
-                    f"or give the text as it was before any chat template, with data.chat_template on"
-                )
+                raise DataError(refusal("mark_twice", place=text.place, name=name, mark=mark))
             _check_length(len(tokens), limit, "the prompt", "data.max_prompt_tokens", text.place)
 
         return self._encode(texts, f"prompt ({self._field!r})", check)
@@ -250,10 +246,7 @@ class PromptReader:
             if not tokens:
                 raise DataError(f"{text.place}: the response ({field!r}) has no tokens: there is nothing to imitate")
             if (mark := self._find_repeated(text.text, prompt, tokens)) is not None:
-                raise DataError(
-                    f"{text.place}: the response ({field!r}) begins with {mark!r}, which the model has read before it "
-                    "answers; remove it from the response"
-                )
+                raise DataError(refusal("response_with_mark", place=text.place, field=field, mark=mark))
         return responses
 
     def _find_repeated(self, response: str, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
@@ -283,10 +276,9 @@ class PromptReader:
             tokens.update(zip(indices, ids, strict=True))
         for index, text in enumerate(texts):
             if self.num_rows is not None and (largest := max(tokens[index], default=0)) >= self.num_rows:
-                token = self._tokenizer.convert_ids_to_tokens(largest)
+                facts = {"token": self._tokenizer.convert_ids_to_tokens(largest), "number": largest}
                 raise DataError(
-                    f"{text.place}: the {label} holds {token!r}, token {largest}, but the model has {self.num_rows} "
-                    "rows (vocab_size in config.json); remove it, or use the tokenizer of this model"
+                    refusal("token_without_row", place=text.place, label=label, rows=self.num_rows, **facts)
                 )
             check(text, tokens[index])
         return [tokens[index] for index in range(len(texts))]
@@ -300,9 +292,7 @@ def answer_text(answer: Any, field: str, place: str) -> str:
         return str(answer)
     if answer is None or isinstance(answer, str):
         raise DataError(f"{place}: the prompt has no answer ({field!r} is {'null' if answer is None else 'blank'})")
-    raise DataError(
-        f"{place}: the answer ({field!r}) is {type_name(answer)}, expected text or a whole number; write it as text"
-    )
+    raise DataError(refusal("answer_type", place=place, field=field, kind=type_name(answer)))
 
 
 _SET_BY_MEGARL = ("messages", "add_generation_prompt")
@@ -339,10 +329,7 @@ class ChatTemplate:
             marks = self._marks[roles] = self._find_marks(roles, place)
         for message, name in zip(messages, names, strict=True):
             if match := marks.search(message["content"]):
-                raise DataError(
-                    f"{place}: {name} holds {match.group()[:40]!r}, which the chat template writes itself: give the "
-                    "text as it was before any template, without that; or turn data.chat_template off"
-                )
+                raise DataError(refusal("rendered_before", place=place, name=name, mark=match.group()[:40]))
         return self._apply(messages, place)
 
     def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
@@ -384,10 +371,8 @@ class ChatTemplate:
         except DataError as error:
             raise ConfigError(f"data.chat_template_args: the chat template cannot be read ({error})") from error
         if unknown := [name for name in self._arguments if name not in variables]:
-            raise ConfigError(
-                f"data.chat_template_args: found {unknown[0]!r}, which the chat template never reads, expected some of "
-                f"{', '.join(sorted(variables)) or 'none'}; remove it"
-            )
+            readable = ", ".join(sorted(variables)) or "none"
+            raise ConfigError(refusal("unread_argument", argument=unknown[0], variables=readable))
 
     def _find_variables(self) -> set[str]:
         source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
@@ -399,8 +384,6 @@ def check_messages(messages: list[Any], field: str, place: str) -> None:
     """Raise DataError unless the list holds chat messages with text."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise DataError(
-                f"{place}: message {number} of {field!r} is {message!r:.80}, expected role and content, both text"
-            )
+            raise DataError(refusal("message", place=place, number=number, field=field, value=message))
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{place}: the prompt ({field!r}) has no message with content")

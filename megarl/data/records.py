@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
+from megarl.data.refusals import refusal
 from megarl.errors import ConfigError, DataError, describe
 from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, require_regular
 from megarl.files.outputs import write_output
@@ -37,9 +38,7 @@ def read_records(
         require_file(source)
         records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     elif path.is_file():
-        raise DataError(
-            f"{source}: cannot tell a format from the ending {path.suffix!r}, expected {', '.join(FILES)}; convert it"
-        )
+        raise DataError(refusal("format", source=source, ending=path.suffix, files=", ".join(FILES)))
     else:
         records = _read_dataset(str(source), split)
     first = next(records, None)
@@ -128,17 +127,10 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
     try:
         data = load_dataset(name, config_name or None, split=split)
     except Exception as error:  # load_dataset does not document what it raises
-        raise DataError(
-            f"{source}: neither a file here nor a data set that `datasets` can load "
-            f"({describe(error)}); check the name and the split; without network, write it to a "
-            "JSONL file on a machine that has it"
-        ) from error
+        raise DataError(refusal("dataset", source=source, error=describe(error))) from error
     if isinstance(data, DatasetDict):
         if len(data) != 1:
-            splits = ", ".join(map(str, data))
-            raise DataError(
-                f"{source}: has the splits {splits}; choose one with --split, data.split or data.heldout_split"
-            )
+            raise DataError(refusal("splits", source=source, splits=", ".join(map(str, data))))
         (data,) = data.values()
     for row, record in enumerate(data):
         yield f"{source} row {row}", dict(record)

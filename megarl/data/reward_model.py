@@ -19,6 +19,7 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
+from megarl.data.refusals import refusal
 from megarl.errors import ConfigError, RolloutError
 from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body
 
@@ -102,10 +103,7 @@ class RewardModel:
             status, data = response.status, await read_body(response, place, MAX_BYTES)
         answer = f"HTTP {status}: {' '.join(self._describe(data.decode(errors='replace')).split())[:200]}"
         if status in (401, 403, 404, 405):
-            raise ConfigError(
-                f"reward_model.urls: {place} answered {answer}; expected a server with SGLang's /classify, and in "
-                "reward_model.api_key_env the variable with its key"
-            )
+            raise ConfigError(refusal("reward_server", place=place, answer=answer))
         if status != 200:
             is_final = 400 <= status < 500 and status not in (408, 429)
             raise RolloutError(f"reward model: {url}: {answer}") if is_final else ValueError(answer)

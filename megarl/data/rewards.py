@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from megarl.data.refusals import refusal
 from megarl.errors import describe_call, may_pass
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
@@ -73,10 +74,8 @@ def read_verdict(returned: object, response: str, weights: Mapping[str, float] |
             raise TypeError(f"step {index} ends at {step.end!r:.80}, expected a number of characters")
         end = int(step.end)
         if not previous < end <= len(response):
-            raise ValueError(
-                f"step {index} ends at character {end}, expected {previous + 1}..{len(response)}: "
-                f"ends ascend and lie within the response"
-            )
+            facts = {"index": index, "end": end, "least": previous + 1, "most": len(response)}
+            raise ValueError(refusal("end_of_step", **facts))
         steps.append(StepReward(end, reward))
         previous = end
     if not steps:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from megarl.data.records import write_jsonl
+from megarl.data.refusals import refusal
 from megarl.errors import DataError
 
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
@@ -111,10 +112,7 @@ def write_sort_task(
     counts = (num_train, num_heldout, num_demonstrations)
     available = 10**digits - 10
     if sum(counts) > available:
-        raise DataError(
-            f"sort task: {sum(counts)} prompts asked for, but only {available} of {digits} digits are usable: "
-            "ask for fewer or use more digits"
-        )
+        raise DataError(refusal("sort_task", asked=sum(counts), available=available, digits=digits))
     rng = np.random.default_rng(seed)
     drawn = rng.choice(10**digits, size=min(sum(counts) + 10, 10**digits), replace=False).tolist()
     numbers = [number for n in drawn if len(set(number := f"{n:0{digits}d}")) > 1]  # at most ten are left out

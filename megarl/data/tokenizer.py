@@ -16,6 +16,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.config.tables.model import ModelConfig
+from megarl.data.refusals import refusal
 from megarl.errors import ConfigError, DataError, describe
 from megarl.files.foreign_json import read_object
 from megarl.files.writing import find_tokenizer_code, read_record
@@ -67,10 +68,8 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
         tokenizer = reader.from_pretrained(folder, **options)
         faults = [*_find_differences(tokenizer, folder)]
     except Exception as error:  # transformers, tokenizers and the folder's code raise many kinds
-        raise ConfigError(
-            f"{key}: {folder} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face folder "
-            f"with tokenizer.json{advice}"
-        ) from error
+        facts = {"key": key, "folder": folder, "error": describe(error), "advice": advice}
+        raise ConfigError(refusal("no_tokenizer", **facts)) from error
     if advice and not has_file:
         faults.append("transformers guesses how it splits text")
     if faults:

@@ -69,7 +69,7 @@ class HFConfig:
         defaults = (table.get(section, {}) for table in tables for section in ("defaults", "elsewhere"))
         self.defaults: dict[str, Any] = dict.fromkeys(self.optional | self.derived)
         self.defaults |= {key: section[key] for section in defaults for key in section.keys() - stated}
-        self._fixed = {key for table in tables for key in table.get("elsewhere", ())}
+        self._fixed = {key for table in tables for key in table.get("fixed", ())}
         self.prefix, self._unread = prefix, set(self.values)
 
     @staticmethod

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -197,14 +197,15 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             vp_stage=stage,
         )
         for name, parameter in chunk.named_parameters():
-            if name.endswith("softmax_offset"):  # neither Megatron nor Transformer Engine says that ranks share it out
-                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            if name.endswith("softmax_offset") or (".experts." in name and "bias" in name):
+                # Each rank's own, but not marked so, or marked as a copy: the norm of the gradients would count one
+                # rank's, and sequence parallelism would sum gradients of different experts.
+                marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+                vars(parameter).update(marks, sequence_parallel=False)
         for module in chunk.modules() if config.add_bias_linear else ():
             if isinstance(module, RowParallelLinear) and module.is_expert:
                 # Experts of local layers add their bias in place, to what autograd takes for a view of the product.
                 module.register_forward_hook(lambda _, __, result: (result[0].clone(), result[1]))
-                # Marked as a copy, its gradient would be summed with that of another expert.
-                vars(module.bias)["sequence_parallel"] = False
         if config.moe_router_enable_expert_bias:
             _fix_expert_bias(chunk)
         if config.multi_latent_attention and uses_te(shape):

@@ -149,8 +149,14 @@ class HFCheckpoint:
             return self.stored(name, rows)
         self.check_values(name)
         codes, scales = self._codes[name]
-        if rows is not None and len(self._stored_shape(name)) < 3:  # rows of a matrix may begin inside a block
+        shape = self._stored_shape(name)
+        if rows is not None and len(shape) < 3:  # rows of a matrix may begin inside a block
             return self._read_stored(name, None)[rows]
+        if rows is None and len(shape) > 2 and shape[0] > 1:  # one by one: float32 values of all experts are large
+            whole = torch.empty(shape, dtype=self._high_precision())
+            for index in range(len(whole)):
+                whole[index] = self._read_stored(name, slice(index, index + 1))[0]
+            return whole
         is_shared = self._slice(scales).get_shape()[:1] in ([], [1])
         values = self.stored(codes, rows), self.stored(scales, None if is_shared else rows)
         return dequantize(*values, self._block_of(codes)).to(self._high_precision())

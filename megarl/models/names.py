@@ -7,7 +7,7 @@ functions are exact to the bit.
 
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice, product
 from pathlib import Path
@@ -68,6 +68,8 @@ class Layout:
     """(Hugging Face tensors, rank, size, shape) -> this rank's shard."""
     join: Callable[[Sequence[torch.Tensor], ModelShape], Sequence[torch.Tensor]]
     """(shards of all ranks in order, shape) -> Hugging Face tensors."""
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """Of rows that a checkpoint stores apart: Megatron's name -> number of rows, of ``dimensions``."""
 
 
 def _chunk(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor:
@@ -102,37 +104,31 @@ _DELTA_NET = {"query": "linear_qk", "key": "linear_qk", "value": "linear_v", "z"
 _DELTA_NET |= {"beta": "linear_heads", "alpha": "linear_heads"}
 
 
-def row_blocks(layout: str, shape: ModelShape) -> dict[str, int]:
-    """Return Megatron's names and the rows of the blocks that a checkpoint stores apart; {} without such blocks."""
-    if not layout.startswith("delta_net"):
-        return {}
-    sizes, names = dimensions(shape), list(_DELTA_NET)[: 3 if layout == "delta_net_conv" else 6]
-    return {name: sizes[_DELTA_NET[name]] for name in names}
-
-
-def _delta_net(layout: str, *counts: int) -> Layout:
+def _delta_net(*counts: int, by_head: bool = False) -> Layout:
     """Blocks of rows, each cut among the ranks; ``counts`` are the blocks in each Hugging Face tensor.
 
-    Qwen3-Next's rows are ordered by key head first, and then by block.
+    by_head: the rows of Hugging Face tensors are ordered by key head first, and then by block, as in Qwen3-Next.
     """
+    blocks = dict(islice(_DELTA_NET.items(), sum(counts)))
 
     def heads(shape: ModelShape) -> int:
-        return shape.fields["linear_num_key_heads"] if layout == "delta_net_by_head" else 1
+        return shape.fields["linear_num_key_heads"] if by_head else 1
 
     def rows(shape: ModelShape, parts: int) -> list[int]:
-        return [count // parts for count in row_blocks(layout, shape).values()]
+        sizes = dimensions(shape)
+        return [sizes[name] // parts for name in blocks.values()]
 
     def cut(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
-        by_head = torch.cat([tensor.unflatten(0, (heads(shape), -1)) for tensor in tensors], 1)
-        blocks = by_head.split(rows(shape, heads(shape)), 1)
-        return torch.cat([_chunk(block.flatten(0, 1), rank, size, 0) for block in blocks])
+        whole = torch.cat([tensor.unflatten(0, (heads(shape), -1)) for tensor in tensors], 1)
+        of_blocks = whole.split(rows(shape, heads(shape)), 1)
+        return torch.cat([_chunk(block.flatten(0, 1), rank, size, 0) for block in of_blocks])
 
     def join(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
         by_rank = (shard.split(rows(shape, len(shards))) for shard in shards)
-        blocks = iter([torch.cat(block).unflatten(0, (heads(shape), -1)) for block in zip(*by_rank, strict=True)])
-        return [torch.cat([*islice(blocks, count)], 1).flatten(0, 1) for count in counts]
+        of_blocks = iter([torch.cat(block).unflatten(0, (heads(shape), -1)) for block in zip(*by_rank, strict=True)])
+        return [torch.cat([*islice(of_blocks, count)], 1).flatten(0, 1) for count in counts]
 
-    return Layout(cut, join)
+    return Layout(cut, join, blocks)
 
 
 def _query_and_gate(tensor: torch.Tensor, shape: ModelShape, *order: int) -> torch.Tensor:
@@ -183,9 +179,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "row": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 1), lambda s, _: [_joined(s, 1)]),
     "vocab": Layout(_cut_vocab, lambda s, shape: [_joined(s)[: shape.vocab_size]]),
     "qkv": Layout(_cut_qkv, _join_qkv),
-    "delta_net": _delta_net("delta_net", 3, 1, 1, 1),
-    "delta_net_by_head": _delta_net("delta_net_by_head", 4, 2),
-    "delta_net_conv": _delta_net("delta_net_conv", 3),
+    "delta_net": _delta_net(3, 1, 1, 1),
+    "delta_net_by_head": _delta_net(4, 2, by_head=True),
+    "delta_net_conv": _delta_net(3),
     "gate_up": Layout(
         lambda t, rank, size, _: torch.cat([_chunk(half, rank, size, 0) for half in t]),
         lambda s, _: s[0].chunk(2) if len(s) == 1 else [*map(torch.cat, zip(*(t.chunk(2) for t in s), strict=True))],

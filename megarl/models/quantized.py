@@ -93,6 +93,7 @@ def _unpack(codes: torch.Tensor) -> torch.Tensor:
     if codes.dtype == torch.float8_e4m3fn:
         return codes.float()
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # e2m1
-    table = torch.tensor([*positive, *(-value for value in positive)], device=codes.device)
-    octets = codes.view(torch.uint8)
-    return table[torch.stack([octets & 15, octets >> 4], -1).int()].flatten(-2)
+    values = torch.tensor([*positive, *(-value for value in positive)], device=codes.device)
+    octets = torch.arange(256, device=codes.device)
+    pairs = torch.stack([values[octets & 15], values[octets >> 4]], -1)
+    return pairs[codes.view(torch.uint8).int()].flatten(-2)

@@ -69,6 +69,11 @@ class ModelShape:
         return tuple(index for index, is_moe in enumerate(self.fields.get("moe_layer_freq", ())) if is_moe)
 
     @property
+    def needs_local_layers(self) -> bool:
+        """Whether Transformer Engine lacks a layer of the model: norms over all heads, or an indexer."""
+        return self.norm_over_heads or bool(self.indexer_layers)
+
+    @property
     def linear_layers(self) -> tuple[int, ...]:
         """0-based global indices of the layers with linear attention."""
         return tuple(index for index, linear in enumerate(self.fields.get("linear_attention_freq", ())) if linear)
@@ -101,11 +106,7 @@ def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
             raise ConfigError(f"{key} is {value!r} and, in {place}, {values[key]!r}; expected one value")
     left_out = {key: hf[key] for key in _BESIDE}
     left_out["original_max_position_embeddings"] = hf["max_position_embeddings"]
-    # Of text alone, all parts of multimodal positions are equal.
-    kind = hf.values["model_type"]
-    is_text = family_entry(kind, "text") or kind in {entry.get("text") for entry in FAMILIES.values()}
-    multimodal = {"harmless": ["mrope_*"] if is_text else []}
-    return HFConfig({**left_out, **values}, ROPE, multimodal, prefix=f"{place}.")
+    return HFConfig({**left_out, **values}, ROPE, prefix=f"{place}.")
 
 
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -312,7 +313,7 @@ def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
 def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
     """Qwen3-Next's attention: gated delta nets, and in some layers gated softmax attention; zero-centred norms."""
     kinds, types = ("full_attention", "linear_attention"), hf["layer_types"]
-    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    num_layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"] or 4
     if types is None:
         types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
     fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}

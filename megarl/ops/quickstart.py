@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,13 @@ RANKS = 2
 
 CONFIG = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 """The configuration, with the paths {config}, {run}, {model} and {task} left open."""
-_DENSE = {
-    "ep = 2": "ep = 1",
-    'replay = "r3"': 'replay = "none"',
-    "MiniRL with R3 on a tiny MoE, expert-parallel on two": "MiniRL on a tiny dense model, data-parallel on two",
-    ", routing included": "",
-    "--train.replay none | r2, or ": "",
-    "--parallel.ep 1 --parallel.tp 2": "--parallel.tp 2",
-}
-"""What is otherwise for a dense model."""
+_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("quickstart_texts.toml").read_text(encoding="utf-8"))
 
 
 def config_text(family: Family, **paths: Path) -> str:
     """The configuration for a model of this family."""
     text = CONFIG.format(**paths, megarl=program())
-    for moe, dense in _DENSE.items() if family != "qwen3_moe" else ():
+    for moe, dense in _TEXTS["dense"].items() if family != "qwen3_moe" else ():
         text = text.replace(moe, dense)
     return text
 
@@ -69,11 +62,8 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     if not path.exists() and (entries := [entry.name for entry in out.iterdir()]):
         raise ConfigError(f"--out {out}: found {entries[0]}, expected a new or empty folder; choose another one")
     if finished:
-        raise MegarlError(
-            f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "
-            f"`{program()} launch {_quoted(path)} --run.steps {_more_steps(run)}`; to begin anew, remove {out} or "
-            "choose another --out"
-        )
+        facts = {"out": out, "report": run / "report" / "index.html", **_commands(path, run)}
+        raise MegarlError(_TEXTS["finished"].format(**facts))
     write_output(path, text.encode())
     # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
     # slower.
@@ -132,27 +122,16 @@ def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int 
 def _print_summary(out: Path, config: Config, report: Path, seconds: float) -> None:
     evaluations = [r for r in read_metrics(config.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
     rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
-    run, path, megarl = _quoted(config.run_dir), _quoted(out / "quickstart.toml"), program()
-    _say(
-        f"done in {seconds:.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
-        f"(best {max(rates):.1%}){judged and f', {judged}'}\n"
-        f"  report   {report}\n"
-        f"  status   {megarl} status {run}\n"
-        f"  evaluate {program('torchrun')} --nproc-per-node {RANKS} -m megarl.cli eval {path} --checkpoint {run}\n"
-        f"  go on    {megarl} launch {path} --run.steps {_more_steps(config.run_dir)}\n"
-        f"  vary     {megarl} launch {path} --run.dir {run}-grpo --train.objective grpo\n"
-        f"           more in the comments of {out / 'quickstart.toml'}\n"
-        "  note     the task selects behaviour that the model already has, in seconds; a new skill takes longer"
-    )
+    file = out / "quickstart.toml"
+    figures = {"seconds": seconds, "first": rates[0], "last": rates[-1], "best": max(rates), "report": report}
+    facts = {"judged": judged and f", {judged}", "torchrun": program("torchrun"), "ranks": RANKS, "file": file}
+    _say(_TEXTS["summary"].format(**figures, **facts, **_commands(file, config.run_dir)))
 
 
-def _more_steps(run: Path) -> int:
-    """Twice the steps that the run has made."""
-    return 2 * max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=30)
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
+def _commands(path: Path, run: Path) -> dict[str, Any]:
+    """Words for commands that go on with the run: twice the steps that it has made."""
+    steps = 2 * max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=30)
+    return {"megarl": program(), "path": shlex.quote(str(path)), "run": shlex.quote(str(run)), "steps": steps}
 
 
 def _say(text: str) -> None:

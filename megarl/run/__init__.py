@@ -3,7 +3,7 @@
 - **Begin**: ``folder`` (resolved configuration and inputs, new run or resumption), ``lock``.
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``samples`` (which
   trained, and texts), ``vitals`` (signs of life), ``stop_request``, ``signals``.
-- **From outside**: ``status`` (``megarl status``, why a rank failed, the verdicts of health checks).
+- **From outside**: ``status`` (``megarl status``, why a rank failed, verdicts of health); ``fields`` of the files.
 
 Nothing here trains. ``megarl.megatron`` gives the names of checkpoints and collective calls only.
 """

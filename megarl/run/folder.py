@@ -38,21 +38,7 @@ from megarl.megatron.checkpoints.folders import complete_checkpoints, read_run
 from megarl.run.metrics_log import iterate_metrics
 
 INPUTS = "inputs.json"
-_FREE_TABLES = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompute"}
-"""Tables that may change before a resumption."""
-_FREE_KEYS = {
-    *("run.dir", "run.steps", "run.collective_timeout_s", "train.micro_batch_tokens", "optim.decay_steps"),
-    *(f"reward_model.{key}" for key in ("urls", "concurrency", "timeout_s", "attempts", "api_key_env")),
-    *("data.train", "data.heldout", "model.path", "model.reference"),  # compared by content: ``inputs``
-    "model.trust_remote_code",
-}
-_FIXED_KEY = {"sglang": "fp8", "parallel": "distributed_optimizer"}
-"""All other keys of the tables may change."""
-_WRITTEN = (
-    *(SAVED, INPUTS, "metrics.jsonl", "samples.jsonl", "responses.jsonl.gz", "status.json"),
-    *("checkpoints", "traces"),
-)
-"""Names that a run overwrites, cuts or removes."""
+_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def claim(config: Config) -> None:
@@ -68,7 +54,7 @@ def claim(config: Config) -> None:
     checkpoints = complete_checkpoints(folder / "checkpoints")
     has_trained = bool(checkpoints) or _has_step(metrics)
     run = read_run_id(folder) or next(filter(None, (read_run(path) for _, path in checkpoints[::-1])), "")
-    if not run and (foreign := [name for name in _WRITTEN if os.path.lexists(folder / name)]):
+    if not run and (foreign := [name for name in _NAMES["written"] if os.path.lexists(folder / name)]):
         raise ConfigError(
             f"run.dir: {folder} holds {', '.join(foreign)}, but no {RUN_ID}: no run wrote it. Nothing was changed; "
             "choose another run.dir, or move it away"
@@ -118,11 +104,11 @@ def read_run_id(folder: Path) -> str:
 def _first_difference(earlier: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
     """Return (key, earlier value, present value). A key without an earlier value has the default."""
     now, stated = tomllib.loads(config.to_toml()), config.model_dump(exclude_none=True, exclude_defaults=True)
-    for table in sorted({*earlier, *now} - _FREE_TABLES):
+    for table in sorted({*earlier, *now} - {*_NAMES["free_tables"]}):
         old, new = earlier.get(table, {}), now.get(table, {})
         for key in sorted({*old, *stated.get(table, {})}):
             name = f"{table}.{key}"
-            is_free = name in _FREE_KEYS or _FIXED_KEY.get(table, key) != key
+            is_free = name in _NAMES["free_keys"] or _NAMES["fixed_key"].get(table, key) != key
             if not is_free and old.get(key) != new.get(key):
                 return name, old.get(key), new.get(key)
     return None
@@ -130,11 +116,6 @@ def _first_difference(earlier: dict[str, Any], config: Config) -> tuple[str, Any
 
 Fingerprint = Mapping[str, str]
 """Bytes and SHA-256 of each file by name."""
-_WEIGHTS = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
-_TOKENIZER = (
-    *("tokenizer*", "*token*.json", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.model", "*.tiktoken"),
-    *("chat_template*", "*.jinja", "*.py"),
-)
 _MODULE = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _WHOLE_BYTES, _HEADER_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 100_000_000, 64 << 10, 64
 
@@ -163,7 +144,7 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
     """Return the inputs of a run by name; DataError for a prompt file that is missing or broken."""
     inputs = {**fingerprint_model(config), "data.train": fingerprint_data(config.data.train, config.data.split)}
     if config.model.reference:
-        inputs["model.reference"] = fingerprint_files(Path(config.model.reference), _WEIGHTS)
+        inputs["model.reference"] = fingerprint_files(Path(config.model.reference), _NAMES["weights"])
     for benchmark in choose((), config) if config.benchmarks else ():
         name = "data.heldout" if benchmark.name == HELDOUT else f"eval.sets.{benchmark.name}"
         inputs[name] = fingerprint_data(benchmark.source, benchmark.split)
@@ -179,7 +160,10 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
 def fingerprint_model(config: Config) -> dict[str, Fingerprint]:
     """Return the initial model and tokenizer."""
     model = Path(config.model.path)
-    return {"model.path": fingerprint_files(model, _WEIGHTS), "tokenizer": fingerprint_files(model, _TOKENIZER)}
+    return {
+        "model.path": fingerprint_files(model, _NAMES["weights"]),
+        "tokenizer": fingerprint_files(model, _NAMES["tokenizer"]),
+    }
 
 
 def fingerprint_data(source: str, split: str | None = None) -> Fingerprint:

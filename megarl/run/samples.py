@@ -9,7 +9,7 @@ samples.jsonl has the samples of each step, written before the step counts as do
 A prompt is named by the place in the run's order. No two draws share a place: (prompt, sample) names a single response.
 
 responses.jsonl.gz has the model's responses, a few per step or all; zcat reads the file too. A step is a few gzip
-members of JSON lines, appended in a single write; each line is a response (``FIELDS``). A kill can only cut the last
+members of JSON lines, appended in a single write; each line is a response (fields.toml). A kill can only cut the last
 member: readers stop before it. The next start removes the cut member, and undone steps.
 """
 
@@ -27,28 +27,9 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import DataError
+from megarl.run.fields import require_fields
 
 NAME = "responses.jsonl.gz"
-FIELDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),  # global step, from 1
-    "group": (int,),  # place of the prompt in the run's order, as in samples.jsonl
-    "sample": (int,),  # which response to the prompt
-    "rank": (int,),  # that drew it
-    "prompt": (str,),  # as the model sees it, special tokens included
-    "response": (str,),  # everything after the prompt
-    "parts": (list,),  # with tools: [["model" | "environment", text], ...], else empty
-    "reward": (float, int, type(None)),  # null without a reward
-    "rewards": (dict,),  # by name, for several rewards
-    "error": (str, type(None)),  # of the reward or the environment
-    "length": (int,),  # tokens that the model generated
-    "tool_calls": (int,),  # answers of the environment
-    # mean k3 per generated token, each at most 1; null if the engines were not compared
-    "gap": (float, int, type(None)),
-    "finish": (str,),  # stop, length or abort
-    "trained": (bool,),
-    "dropped": (str, type(None)),  # why a tripwire dropped it
-}
-"""What a response has, with the types of JSON."""
 _BLOCK = 1 << 16
 _LARGEST_MEMBER = 1 << 30
 
@@ -117,12 +98,9 @@ def _members(path: Path) -> Iterator[tuple[int, bytes]]:
 def _parse(path: Path, line: bytes) -> dict[str, Any]:
     try:
         response = json.loads(line)
+        require_fields(response, "response")
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: found {line[:60]!r}, expected JSON ({error})") from error
-    for name, types in FIELDS.items():
-        value = response.get(name) if isinstance(response, dict) else None
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise DataError(f"{path}: a response has {name} = {value!r:.60}, expected {types[0].__name__}")
+        raise DataError(f"{path}: found {line[:60]!r}, no response of a run: {error}") from error
     are_pairs = all(
         isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in response["parts"]
     )

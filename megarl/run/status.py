@@ -20,25 +20,12 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.errors import ConfigError, MegarlError, printable
 from megarl.files.foreign_json import read_object
 from megarl.files.writing import read_record
+from megarl.run.fields import require_fields
 from megarl.run.lock import is_held
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
 """The environment variable with the path of the file that ``write_failure`` writes."""
 _QUIET_S = 30.0
-
-
-_Fields = dict[str, tuple[type | None, ...]]
-_STATUS: _Fields = {
-    **dict.fromkeys(("state", "phase", "host"), (str,)),
-    **dict.fromkeys(("step", "steps", "ranks", "pid"), (int,)),
-    **dict.fromkeys(("phase_since", "updated"), (int, float)),
-    **dict.fromkeys(("step_s", "tokens_per_s", "eta_s"), (int, float, None)),
-    **dict.fromkeys(("last_error", "error_kind", "job", "restart"), (str, None)),
-}
-_SIGN: _Fields = {
-    **{"host": (str,), "phase": (str,), "pid": (int,), "step": (int,)},
-    **dict.fromkeys(("beat", "beat_s"), (int, float)),
-}
 _LARGEST = 1e12
 _MOST_RANKS = 1 << 20
 
@@ -59,7 +46,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     try:
         path.lstat()
         status = read_object(path)
-        _require_fields(status, _STATUS)
+        require_fields(status, "status", _LARGEST)
+        if status["ranks"] > _MOST_RANKS:
+            raise ValueError(f"ranks is {status['ranks']}")
         status["health"] = _VERDICTS.validate_python(status.get("health"))  # None: no step is judged
     except ValidationError as error:
         raise ConfigError(f"{path} is damaged: health: {error.errors()[0]['msg']}") from None
@@ -79,21 +68,6 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "where": None if has_finished else describe_ranks(read_signs(run_dir, status["ranks"]), now),
         "launch": _read_launch(run_dir),
     }
-
-
-def _require_fields(record: Any, fields: _Fields) -> None:
-    """ValueError unless ``record`` is an object with these fields, all numbers being finite and not absurd."""
-    if not isinstance(record, dict):
-        raise ValueError(f"found {type(record).__name__}, expected an object")
-    for name, types in fields.items():
-        if name not in record:
-            raise ValueError(f"{name} is missing")
-        value = record[name]
-        fits = type(value) in types or (value is None and None in types)
-        if not fits or (isinstance(value, (int, float)) and not abs(value) < _LARGEST):
-            raise ValueError(f"{name} is {value!r:.80}")
-    if record.get("ranks", 0) > _MOST_RANKS:
-        raise ValueError(f"ranks is {record['ranks']}")
 
 
 def _read_launch(run_dir: Path) -> dict[str, Any] | None:
@@ -168,7 +142,7 @@ def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dic
     for rank in range(ranks):
         sign = read_record(rank_file(folder, rank))
         try:
-            _require_fields(sign, _SIGN)
+            require_fields(sign, "sign", _LARGEST)
         except ValueError:
             sign = {}
         if sign and (attempt is None or sign.get("attempt") == attempt):

@@ -23,6 +23,7 @@ from torch.nn.functional import silu, softplus
 from megarl.errors import ConfigError
 from megarl.stand_ins.attention import length_buckets
 
+_Megatron: Any = GatedDeltaNet
 _MEGATRON: dict[str, Any] = GatedDeltaNet.__init__.__globals__
 """Of the module with the constructor, whose place differs between releases."""
 _CHUNK = 64
@@ -57,7 +58,7 @@ def _by_length(compute: Callable[..., Tensor], packing: PackedSeqParams, *column
     return torch.cat(outputs)[torch.argsort(torch.cat([rows.flatten() for rows in buckets]))]
 
 
-class PackedDeltaNet(GatedDeltaNet):
+class PackedDeltaNet(_Megatron):
     """Megatron's class, whose convolution and state begin anew with each packed sequence.
 
     Takes ``[tokens, 1, hidden]`` like attention. With context parallelism, projected tokens are gathered, so memory and
@@ -81,22 +82,22 @@ class PackedDeltaNet(GatedDeltaNet):
 
     def _setup_variant_attrs(self) -> None:
         """From 0.19 on, the constructor expects a kernel here."""
-        super()._setup_variant_attrs()  # type: ignore[misc]
+        super()._setup_variant_attrs()
         self.gated_delta_rule = delta_rule
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return ([tokens, 1, hidden], bias or None), see the class."""
-        order, held = getattr(packed_seq_params, "from_ranks", None), None
+        order: Any = getattr(packed_seq_params, "from_ranks", None)
+        held: Any = ...
         if attention_mask is not None or packed_seq_params is None or (self.cp_group and order is None):
             raise NotImplementedError("megarl's gated delta net takes no mask, and sequences packed by megarl")
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         if self.cp_group:
             held = torch.argsort(order).chunk(self.cp_group.size())[self.cp_group.rank()]
             projected = gather_from_sequence_parallel_region(projected, group=self.cp_group)[order]
-        mixed = self._mix(projected, packed_seq_params)
-        return self.out_proj(mixed[:, None] if held is None else mixed[held, None])
+        return self.out_proj(self._mix(projected, packed_seq_params)[held][:, None])
 
     def _mix(self, projected: Tensor, packing: PackedSeqParams) -> Tensor:
         """[tokens, q k v z b a of this rank] -> [tokens, value heads * d_v]: convolution, delta rule, gated norm."""

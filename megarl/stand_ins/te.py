@@ -73,7 +73,7 @@ def find_te() -> tuple[bool, str | None]:
 
 def uses_te(shape: ModelShape) -> bool:
     """Whether the model is built from TE's layers: not OLMoE's norm over all heads, not sparse attention."""
-    return find_te()[0] and not (shape.norm_over_heads or shape.indexer_layers)
+    return find_te()[0] and not shape.needs_local_layers
 
 
 def hide_unusable() -> None:

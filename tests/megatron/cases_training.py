@@ -152,7 +152,7 @@ def forward_backward(
 def gradients(
     layout: Layout, model: str = "base", micro_tokens: int = 32, replay: str = "none", kept: bool = False
 ) -> dict[str, Any]:
-    """Loss, gradients by Hugging Face name, and log-probabilities of a training pass.
+    """Loss, gradients by Hugging Face name, their norm by the optimizer, and log-probabilities of a training pass.
 
     kept: with the sets of ``with_kept_sets``, and an entropy term.
     """
@@ -168,7 +168,8 @@ def gradients(
     loss, outputs = forward_backward(policy, settings, batch, entropy=kept)
     by_sequence = sequences_of(micro_batches(settings, batch), outputs)
     with gradients_in_place_of_weights(policy):
-        return {"loss": loss, "gradients": exported(policy), **by_sequence}
+        found = {"loss": loss, "gradients": exported(policy), **by_sequence}
+    return {**found, "norm": policy.optimizer_step()[0]}
 
 
 def fixed_batch_steps(layout: Layout, dispatcher: str = "alltoall") -> dict[str, Any]:

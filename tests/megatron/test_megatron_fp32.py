@@ -95,7 +95,8 @@ def test_the_list_is_what_megatron_makes_in_fp32_and_no_wrapper_casts_it(
     ends = {name.rpartition(".")[2] for name in listed(floating)}
     counts = {"local_tokens_per_expert", "expert_bias"} if model in WITH_BIASES else set()
     counts |= {"global_tokens_per_expert", "ga_steps"} if policy.shape.moe_layers else set()
-    assert ends == counts | ({"cos_cached", "sin_cached"} if policy.shape.fields.get("rope_type") == "yarn" else set())
+    is_yarn = policy.shape.fields.get("rope_type") == "yarn" or "yarn_rotary_scaling_factor" in policy.shape.fields
+    assert ends == counts | ({"cos_cached", "sin_cached"} if is_yarn else set())
 
 
 @pytest.mark.sglang

@@ -470,10 +470,10 @@ def test_a_key_of_any_other_class_of_transformers_is_refused(tmp_path: Path) -> 
     accepted = set()
     for kind in FAMILIES:
         for key in keys:
-            config = HFConfig.of(nested({"model_type": kind, key: 7}))
-            if key in {*config.defaults, *config.required} or config.is_harmless(key):
-                continue
             with contextlib.suppress(ConfigError):
+                config = HFConfig.of(nested({"model_type": kind, key: 7}))
+                if key in {*config.defaults, *config.required} or config.is_harmless(key):
+                    continue
                 config.check_unread()
                 accepted.add(key)
     assert accepted <= set(UNREFUSED.split()), accepted - set(UNREFUSED.split())

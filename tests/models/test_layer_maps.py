@@ -151,27 +151,37 @@ def test_a_family_of_the_trainer_has_no_second_entry() -> None:
     assert LAYER_MAPS.keys().isdisjoint(FAMILIES)
 
 
-def wrong(kind: str, **changes: Any) -> dict[str, Any]:
-    return {key: value for key, value in config_of(kind, changes).items() if value is not ...}
+EVERY_KEY = {
+    "sizes": ["num_experts"],
+    "optional": ["mlp_layer_types", "moe_layers", "mlp_only_layers"],
+    "defaults": {"num_hash_layers": 0},
+    "aliases": {"hybrid_override_pattern": "mlp_layer_types", "moe_layer_freq": "mlp_layer_types"}
+    | {"moe_topk": "num_experts_per_tok"},
+}
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("changes", "told"),
     [
-        (wrong("nemotron_h", hybrid_override_pattern="MXE"), "hybrid_override_pattern is 'MXE', expected .* one of"),
-        (wrong("nemotron_h", hybrid_override_pattern=...), "mlp_layer_types is left out"),
-        (wrong("minimax_m3_vl_text", moe_layer_freq=1), "moe_layer_freq is 1, expected for each of 6 layers"),
-        (wrong("deepseek_v4", mlp_layer_types=["moe"] * 5), "for each of 6 layers one of 'sparse', 'moe', 'E', 1"),
-        (wrong("deepseek_v4", num_hash_layers=-1), "num_hash_layers is -1, expected an integer from 0"),
-        (wrong("llama4_text", moe_layers=[6]), r"moe_layers is \[6\], expected some of layers 0 to 5"),
-        (wrong("qwen3_next", mlp_only_layers=["a"]), r"mlp_only_layers is \['a'\], expected a list"),
-        (wrong("hunyuan_v1_moe", moe_topk=[1, 2, 1, 1, 1, 1]), r"moe_topk is \[1, 2.*expected an integer"),
-        (wrong("minimax_m2", num_experts_per_tok=12), "is 12, expected at most the 11 experts"),
-        (wrong("bailing_moe_v2", first_k_dense_replace=...), "first_k_dense_replace is left out"),
+        (
+            {"hybrid_override_pattern": "MEMXEE"},
+            "hybrid_override_pattern is 'MEMXEE', expected .* one of 'sparse', 'moe', 'E'",
+        ),
+        ({"moe_layer_freq": 1}, "moe_layer_freq is 1, expected for each of .* 6, one of"),
+        ({"mlp_layer_types": ["moe"] * 5}, "for each of .* 6, one of"),
+        ({"num_hash_layers": -1}, "num_hash_layers is -1, expected an integer from 0"),
+        ({"moe_layers": [6]}, r"moe_layers is \[6\], expected some of layers 0 to 5"),
+        ({"mlp_only_layers": ["a"]}, r"mlp_only_layers is \['a'\], expected a list"),
+        ({"moe_topk": [1, 2, 1, 1, 1, 1]}, r"moe_topk is \[1, 2.*expected an integer"),
+        ({"moe_topk": 12}, "is 12, expected at most the 11 experts"),
+        ({"num_experts": None}, "num_experts is None, expected an integer"),
         ({"model_type": "new"}, "model type 'new' is not known"),
         ({"model_type": "new", "text_config": {"text_config": {}}}, "model type 'new_text' is not known"),
     ],
 )
-def test_what_is_refused_and_how(config: dict[str, Any], told: str) -> None:
+def test_what_is_refused_and_how(changes: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_MAPS, "every_key", EVERY_KEY)  # type: ignore[arg-type]
+    config = {"model_type": "every_key", "num_hidden_layers": 6, "num_experts": E, "moe_topk": K}
+    assert MoeShape.of(config) == MoeShape(6, (0, 1, 2, 3, 4, 5), E, K)
     with pytest.raises(ConfigError, match=told):
-        MoeShape.of(config)
+        MoeShape.of(config | changes)

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfi
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megarl.convert.conversion import to_hf, to_megatron
+from megarl.convert.job import Options
 from megarl.core.fp8 import quantize_fp8
 from megarl.errors import CheckpointError
 from megarl.files.hf_config import read_weight_block
@@ -237,6 +239,18 @@ def test_a_model_has_the_bits_of_transformers(case: str, tmp_path: Path) -> None
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("case", ["blocks", "mxfp4"])
+def test_a_conversion_dequantises(case: str, tmp_path: Path) -> None:
+    folder = MODELS[case][0](tmp_path)
+    to_megatron(folder, tmp_path / "megatron", Options(layers="local"))
+    to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    with HFCheckpoint(folder) as source, HFCheckpoint(tmp_path / "back") as back:
+        assert source.names() == back.names()
+        for name in source.names():
+            assert torch.equal(source.read(name), back.stored(name)), name
 
 
 def test_blocks_of_a_config() -> None:

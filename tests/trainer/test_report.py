@@ -132,7 +132,7 @@ def test_a_run_writes_every_metric_that_the_report_reads(
 
 def test_every_panel_has_a_figure_and_links_into_the_glossary(whole_run: Path) -> None:
     page = (whole_run / "report" / "index.html").read_text()
-    cards = dict(re.findall(r'<figure class="card[^"]*" id="(\w+)">(.*?)</figure>', page))
+    cards = dict(re.findall(r'(?s)<figure class="card[^"]*" id="(\w+)">(.*?)</figure>', page))
     assert list(cards) == list(PANELS)
     figures = embedded(page, "figures")
     anchors = {unescape(name) for name in re.findall(r'<div id="(metric-[^"]*)"><dt>', page)}
@@ -170,7 +170,7 @@ def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(
         log.write("step", 3, {"entropy": 0.5, "reward/mean": 1.0})
     page = write_report(*folders, out=tmp_path / "page.html").read_text()
     figures = embedded(page, "figures")
-    cards = dict(re.findall(r'<figure class="card[^"]*" id="(\w+)">(.*?)</figure>', page))
+    cards = dict(re.findall(r'(?s)<figure class="card[^"]*" id="(\w+)">(.*?)</figure>', page))
 
     def of(key: str) -> list[dict]:
         return [figures[int(place)] for place in re.findall(r'data-figure="(\d+)"', cards[key])]

@@ -1,4 +1,5 @@
-"""Every rule on a run, as rows of (condition, message, remedy); a table's own rows are in the table.
+"""Every rule on a run, as rows of (condition, message); a table's own rows are in the table. The texts are in
+``megarl/config/refusals.toml``.
 
     tables    rules between tables, and settings that bias the gradient, checked when a configuration is read; rules on
               the number of ranks

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.root import Config, Layout
-from megarl.config.tables.base import Row
+from megarl.config.tables.base import Row, row
 
 if TYPE_CHECKING:  # the configuration is below the models
     from megarl.models.shapes import ModelShape
@@ -18,30 +18,18 @@ GIB = 2**30
 def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterator[Row]:
     """Yield rules on experts, routes and cache. can_compare: whether the engine's routes and the routers are both
     seen."""
-    replay, flip = config.train.replay, config.train.max_native_flip
-    every, ep = config.log.traces_every, config.parallel.ep
-    yield (
-        config.rollout.fp8_kv_cache and shape.fields.get("multi_latent_attention"),
-        f"rollout.fp8_kv_cache: found true with the {shape.family} model in model.path: FP8 engines keep its latents, "
-        "the local engine keeps keys and values",
-        "set it to false",
-    )
-    for key, is_set in (("train.max_native_flip", isinstance(flip, float)), ("log.traces_every", every)):
-        yield (
-            shape.moe_layers and is_set and not can_compare,
-            f"{key}: found without routes to compare or write: the engine returns none, or a setting in [megatron] "
-            "hides the routers (see `megarl doctor`)",
-            "remove it",
-        )
-    watched = "no routers to watch; remove it (train.max_k3 watches the engines)"
-    for is_set, message, because in (
-        (replay != "none", f'train.replay: found "{replay}", expected "none"', "no routes to replay"),
-        (isinstance(flip, float), f"train.max_native_flip: found {flip}", watched),
-        (every, f"log.traces_every: found {every}, expected 0", "no routes to write"),
-        (ep > 1, f"parallel.ep: found {ep}, expected 1", "no experts; remove it"),
+    every, watches = config.log.traces_every, isinstance(config.train.max_native_flip, float)
+    has_latents, family = shape.fields.get("multi_latent_attention"), shape.family
+    yield config.row("fp8_latents", config.rollout.fp8_kv_cache and has_latents, family=family)
+    for key, is_set in (("train.max_native_flip", watches), ("log.traces_every", every)):
+        yield config.row("no_routes_to_compare", shape.moe_layers and is_set and not can_compare, key=key)
+    for name, is_set in (
+        ("dense_replay", config.train.replay != "none"),
+        ("dense_native_flip", watches),
+        ("dense_traces", every),
+        ("dense_ep", config.parallel.ep > 1),
     ):
-        dense = f"the {shape.family} model in model.path is dense, and has {because}"
-        yield not shape.moe_layers and is_set, f"{message}: {dense}"
+        yield config.row(name, not shape.moe_layers and is_set, family=family)
 
 
 def for_layout(config: Config, shape: "ModelShape", layout: Layout) -> Iterator[Row]:
@@ -50,19 +38,13 @@ def for_layout(config: Config, shape: "ModelShape", layout: Layout) -> Iterator[
     if not shape.fields.get("multi_latent_attention"):
         yield _uneven("num_key_value_heads", shape.fields["num_query_groups"], "parallel.tp", layout.tp)
     yield _uneven("experts", shape.num_experts, "parallel.ep", layout.ep)
-    yield (
-        shape.num_experts and shape.fields.get("add_bias_linear") and layout.etp > 1,
-        f"parallel.etp: found {layout.etp} (by default parallel.tp), expected 1: experts with biases are not cut",
-    )
+    has_biases = shape.num_experts and shape.fields.get("add_bias_linear")
+    yield row("etp_of_biases", has_biases and layout.etp > 1, etp=layout.etp)
     for name, width in _cut_widths(shape):
         key, num = ("parallel.etp", layout.etp) if name.startswith("the experts") else ("parallel.tp", layout.tp)
         yield _uneven(name, width, key, num)
-    yield (
-        config.longest_sequence > shape.max_sequence_length,
-        f"rollout.max_response_tokens: found prompts and responses of up to {config.longest_sequence} tokens, expected "
-        f"at most the model's max_position_embeddings = {shape.max_sequence_length}",
-        "lower it or data.max_prompt_tokens",
-    )
+    longest, positions = config.longest_sequence, shape.max_sequence_length
+    yield row("max_positions", longest > positions, longest=longest, positions=positions)
 
 
 def for_servers(config: Config, shape: "ModelShape", fp8_block: int) -> Iterator[Row]:
@@ -72,30 +54,17 @@ def for_servers(config: Config, shape: "ModelShape", fp8_block: int) -> Iterator
     settings, fields, tp = config.sglang, shape.fields, config.sglang.tp
     yield _uneven("num_attention_heads", fields["num_attention_heads"], "sglang.tp", tp)
     groups = fields.get("num_query_groups") or 0
-    yield (
-        groups % tp and tp % groups,
-        f"sglang.tp: found {tp} for {groups} key-value heads, expected a divisor or a multiple of them",
-    )
+    yield config.row("key_value_heads", groups % tp and tp % groups, groups=groups)
     for name, width in _cut_widths(shape):
         yield _uneven(name, width, "sglang.tp", tp)
     for name, width in _fp8_widths(shape, tp) if settings.fp8 else ():
-        yield (
-            width % fp8_block,
-            f"sglang.tp: found {tp} with sglang.fp8 = true, which leaves a GPU {width} of {name}, expected a multiple "
-            f"of {fp8_block}",
-            "lower sglang.tp, or set sglang.fp8 = false",
-        )
-    last, ranks = max(settings.gpus, default=0), config.launch.ranks_per_node
-    yield (
-        last >= ranks and config.weight_sync == "ipc",  # never apart
-        f"sglang.gpus: found {last} on nodes with launch.ranks_per_node = {ranks} GPUs of the trainer and weights sent "
-        f"by CUDA IPC, expected 0 to {ranks - 1}",
-        'set sglang.sync = "distributed" if they share no GPU',
-    )
+        yield config.row("fp8_blocks", width % fp8_block, of=name, width=width, block=fp8_block)
+    last, most = max(settings.gpus, default=0), config.launch.ranks_per_node - 1
+    yield config.row("ipc_gpus", last > most and config.weight_sync == "ipc", last=last, most=most)  # never apart
 
 
 def _uneven(name: str, size: int, key: str, num: int) -> Row:
-    return size % num, f"{key}: found {num}, expected a divisor of the model's {name} = {size}"
+    return row("uneven", size % num, key=key, num=num, of=name, size=size)
 
 
 def _cut_widths(shape: "ModelShape") -> Iterator[tuple[str, int]]:
@@ -128,25 +97,15 @@ def _fp8_widths(shape: "ModelShape", tp: int) -> Iterator[tuple[str, int]]:
 
 def for_reference(path: str, reference: Mapping[str, Any] | None, policy: Mapping[str, Any]) -> Iterator[Row]:
     """Yield rules on the model of model.reference. reference: its shape by field, None without a config.json."""
-    yield (
-        reference is None,
-        f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder",
-    )
+    yield row("no_reference", reference is None, path=path)
     for name, value in (reference or {}).items():
-        yield (
-            value != policy[name],
-            f"model.reference: {path} has {name} {value}, the policy {policy[name]}; expected the same architecture",
-        )
+        facts = {"path": path, "field": name, "value": value, "expected": policy[name]}
+        yield row("other_reference", value != policy[name], **facts)
 
 
 def for_cache(weights: int, tokens: int, sequences: int, longest: int) -> Iterator[Row]:
     """Yield the rule that a server's cache holds one sequence of maximum length."""
-    yield (
-        sequences < 1,
-        f"sglang.mem_fraction: a server's GPU holds {weights / GIB:.1f} GiB of weights and then {tokens} tokens of "
-        f"cache, expected at least one sequence of {longest}",
-        "raise sglang.mem_fraction, sglang.tp or sglang.max_total_tokens",
-    )
+    yield row("small_cache", sequences < 1, gib=weights / GIB, tokens=tokens, longest=longest)
 
 
 def for_gpus(limit_gib: float | None, needs: Iterable[tuple[str, int, str]]) -> Iterator[Row]:
@@ -154,8 +113,5 @@ def for_gpus(limit_gib: float | None, needs: Iterable[tuple[str, int, str]]) -> 
     if limit_gib is None:
         return
     for holder, amount, remedy in needs:
-        yield (
-            amount > limit_gib * GIB,
-            f"launch.gpu_memory_gib: {holder} needs {amount / GIB:.1f} GiB, expected at most {limit_gib:g}",
-            remedy,
-        )
+        facts = {"holder": holder, "gib": amount / GIB, "limit": limit_gib, "remedy": remedy}
+        yield row("gpu_memory", amount > limit_gib * GIB, **facts)

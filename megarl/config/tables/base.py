@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal, Self
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,6 +18,7 @@ Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["fp32", "bf16"]
+_TEXTS: dict[str, str] = tomllib.loads(Path(__file__).parents[1].joinpath("refusals.toml").read_text("utf-8"))
 
 
 class Table(BaseModel):
@@ -40,29 +43,31 @@ class Table(BaseModel):
         hold."""
         for key in keys:
             value, default = getattr(self, key), type(self).model_fields[key].default
-            message = f"{key}: found {json.dumps(value)}, which goes only with {need}"
-            yield value != default and not holds, message, "set that, or remove it"
+            is_stray = value != default and not holds
+            yield self.row("goes_only_with", is_stray, key=key, value=json.dumps(value), need=need)
+
+    def row(self, name: str, is_broken: object, /, **facts: Any) -> Row:
+        """Return the row of a rule by its name in refusals.toml; its text may name keys of the table and ``facts``."""
+        return row(name, is_broken, **dict(self) | facts)
+
+    def urls_rules(self, urls: list[str]) -> Iterator[Row]:
+        """Yield the rules on the servers in a key ``urls``."""
+        for url in urls:
+            fits = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)
+            yield self.row("urls", not fits or urls.count(url) > 1, url=url.rpartition("@")[2])
 
 
-Row = tuple[object, str] | tuple[object, str, str]
-"""(condition, message, remedy). A true condition breaks the rule. The message names the key, the finding and the
-expectation. The remedy is optional."""
+Row = tuple[object, str]
+"""(condition, message). A true condition breaks the rule."""
 
 
-def for_urls(urls: Sequence[str]) -> Iterator[Row]:
-    """Yield the rules on the servers in a key ``urls``."""
-    for url in urls:
-        fits = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)
-        yield (
-            not fits or urls.count(url) > 1,
-            f"urls: found {url.rpartition('@')[2]}, expected each server once, as http://host:port (an IPv6 address in "
-            "brackets) without a slash at the end, a question mark or a password",
-            "name a variable in api_key_env for the key",
-        )
+def row(name: str, is_broken: object, /, **facts: Any) -> Row:
+    """Return the row of a rule by its name in refusals.toml, with ``facts`` in its text."""
+    return is_broken, _TEXTS[name].format(**facts) if is_broken else name
 
 
 def refuse(rows: Iterable[Row]) -> None:
     """Raise ConfigError for the first row whose condition holds; later rows are not computed."""
-    for is_broken, *texts in rows:
+    for is_broken, message in rows:
         if is_broken:
-            raise ConfigError("; ".join(texts))
+            raise ConfigError(message)

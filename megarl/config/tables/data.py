@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.tables.base import Row, Table, for_urls
+from megarl.config.tables.base import Row, Table
 from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 
@@ -88,8 +88,8 @@ class RewardModelConfig(Table):
     """Name of the environment variable with the API key of the servers; default: no key is sent."""
 
     def rows(self) -> Iterable[Row]:
-        yield from for_urls(self.urls)
-        yield "{response}" not in self.text, f"text: found {self.text!r}, expected {{response}} in it"
+        yield from self.urls_rules(self.urls)
+        yield self.row("text_without_response", "{response}" not in self.text)
 
 
 class SftConfig(Schedule):

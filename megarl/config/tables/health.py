@@ -26,15 +26,10 @@ class _Steps(Table):
             limits = getattr(self, name)
             if limits == "off":
                 continue
-            yield (
-                len(limits) not in (1, 2) or min(limits) < 0,
-                f'{name}: found {limits}, expected "off", [warning] or [warning, alarm], none negative',
-            )
-            order = "at most" if name in FALLING else "at least"
-            yield (
-                limits != sorted(limits, reverse=name in FALLING),
-                f"{name}: found {limits}, expected an alarm of {order} the warning",
-            )
+            falls, facts = name in FALLING, {"check": name, "found": limits}
+            order = "at most" if falls else "at least"
+            yield self.row("limits", len(limits) not in (1, 2) or min(limits) < 0, **facts)
+            yield self.row("order_of_limits", limits != sorted(limits, reverse=falls), **facts, order=order)
 
 
 def _key(check: dict[str, Any]) -> Any:

@@ -56,12 +56,9 @@ class ParallelConfig(Table):
 
     def rows(self) -> Iterable[Row]:
         yield from self.only_with("pp > 1", self.pp > 1, "vpp")
-        yield self.vpp == 1, "vpp: found 1, expected 2 or more stages per rank", "remove vpp for the plain schedule"
-        yield (
-            self.expert_tp > self.tp or (self.ep == 1 and self.expert_tp != self.tp),
-            f"etp: found {self.expert_tp} with tp = {self.tp} and ep = {self.ep}: Megatron reduces such expert "
-            "gradients over the wrong ranks; expected etp = tp, or ep > 1 and etp below tp",
-        )
+        yield self.row("vpp_of_1", self.vpp == 1)
+        expert_tp, reduces_wrongly = self.expert_tp, self.ep == 1 and self.expert_tp != self.tp
+        yield self.row("etp", expert_tp > self.tp or reduces_wrongly, expert_tp=expert_tp)
 
 
 class RecomputeConfig(Table):
@@ -77,7 +74,7 @@ class RecomputeConfig(Table):
     """With selective: modules to recompute; default core_attn."""
 
     def rows(self) -> Iterable[Row]:
-        is_full, needed = self.granularity == "full", 'granularity: found "full" without method and num_layers'
-        yield is_full and None in (self.method, self.num_layers), needed, 'set e.g. "uniform" and 1'
+        is_full = self.granularity == "full"
+        yield self.row("full_recompute", is_full and None in (self.method, self.num_layers))
         yield from self.only_with('granularity = "full"', is_full, "method", "num_layers")
         yield from self.only_with('granularity = "selective"', self.granularity == "selective", "modules")

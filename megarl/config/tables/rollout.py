@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import EngineKind, engine_kind
-from megarl.config.tables.base import Count, Dtype, Row, Table, for_urls
+from megarl.config.tables.base import Count, Dtype, Row, Table
 
 
 class RolloutConfig(Table):
@@ -57,17 +57,8 @@ class RolloutConfig(Table):
 
     def rows(self) -> Iterable[Row]:
         kind, rounding = self.engine_kind, "an engine that can round so"
-        yield (
-            self.top_p < 1 and not kind.nucleus,
-            f'top_p: found {self.top_p:g}, expected 1 with engine = "{self.engine}", whose log-probabilities are of '
-            "the whole vocabulary and not of the nucleus that it samples from",
-        )
-        yield (
-            self.keeps_sets and not kind.kept_sets,
-            f'keep_sampling_mask: found true with top_p = {self.top_p:g} and engine = "{self.engine}", which does not '
-            "return the ids that it draws from",
-            "set it to false, with biased importance weights, or top_p = 1",
-        )
+        yield self.row("top_p_of_engine", self.top_p < 1 and not kind.nucleus)
+        yield self.row("sampling_mask_of_engine", self.keeps_sets and not kind.kept_sets)
         servers = 'an engine that samples in servers while the trainer trains, such as engine = "sglang"'
         yield from self.only_with(servers, kind.server, "one_step_off")
         yield from self.only_with(rounding, kind.fp8, "fp8_rounding")
@@ -116,22 +107,10 @@ class EnvironmentConfig(Table):
     """Processes and threads of the Python tool besides the first process."""
 
     def rows(self) -> Iterable[Row]:
-        yield (
-            (self.function == "tools") != bool(self.tools),
-            f"tools: found {self.tools} with function = {self.function!r}",
-            'name tools, with function = "tools"',
-        )
-        unnamed = self.format == "block" and len(self.tools) > 1
-        yield unnamed, 'tools: found several with format = "block", which names none', 'use format = "hermes"'
-        yield (
-            self.observation is not None and "{output}" not in self.observation,
-            f"observation: found {self.observation!r}, expected {{output}} in it",
-        )
-        changed = self != EnvironmentConfig.model_construct()
-        yield (
-            self.function is None and changed,
-            "function: missing beside other keys; it says what the environment is",
-        )
+        yield self.row("tools", (self.function == "tools") != bool(self.tools))
+        yield self.row("unnamed_tools", self.format == "block" and len(self.tools) > 1)
+        yield self.row("observation", self.observation is not None and "{output}" not in self.observation)
+        yield self.row("no_environment", self.function is None and self != EnvironmentConfig.model_construct())
 
 
 class SGLangConfig(Table):
@@ -187,8 +166,8 @@ class SGLangConfig(Table):
     """Most restarts of a server that dies; servers at urls are not restarted."""
 
     def rows(self) -> Iterable[Row]:
-        yield from for_urls(self.urls)
+        yield from self.urls_rules(self.urls)
         gpus, num = self.gpus, self.servers * self.tp
-        yield self.urls and gpus, "gpus: found together with urls, whose servers run already", "set one of them"
-        yield len(set(gpus)) < len(gpus), f"gpus: found {gpus}, expected each GPU once"
-        yield gpus and len(gpus) != num, f"gpus: found {len(gpus)}, expected servers * tp = {num}"
+        yield self.row("gpus_beside_urls", self.urls and gpus)
+        yield self.row("gpu_twice", len(set(gpus)) < len(gpus))
+        yield self.row("num_gpus", gpus and len(gpus) != num, found=len(gpus), expected=num)

@@ -42,7 +42,7 @@ class EvalConfig(Table):
 
     def rows(self) -> Iterable[Row]:
         for name in {"heldout", "pooled"} & {*self.sets}:
-            yield True, f"sets: found the name {name}, which means something else", "choose another name"
+            yield self.row("reserved_set", True, reserved=name)
 
 
 class CheckpointConfig(Table):
@@ -96,10 +96,7 @@ class LaunchConfig(Table):
     def rows(self) -> Iterable[Row]:
         yield from self.only_with('another layout than "local", which is one machine', self.layout != "local", "nodes")
         expected = "at least 1" if self.apart else "0"
-        yield (
-            self.apart != bool(self.server_nodes),
-            f'server_nodes: found {self.server_nodes} with layout = "{self.layout}", expected {expected}',
-        )
+        yield self.row("server_nodes", self.apart != bool(self.server_nodes), expected=expected)
 
 
 class LogConfig(Table):

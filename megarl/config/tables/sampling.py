@@ -112,7 +112,7 @@ class SamplingConfig(Table):
         ):
             value = getattr(self, key)
             is_set = value != SamplingConfig.model_fields[key].default
-            yield is_set and not fits, f'{key}: found {value} with rule = "{self.rule}", which has no use for it here'
+            yield self.row("unused_by_rule", is_set and not fits, key=key, value=value)
         yield from self.only_with("a rule that chooses no prompts before the step", not self.allotted, "refill")
         yield from self.only_with("refill = true", self.refill, "max_prompts", "spare")
 

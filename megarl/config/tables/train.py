@@ -89,11 +89,8 @@ class TrainConfig(Table):
         if function is not None:
             check_function("objective", self.objective, function, "columns", "an Objective or ")
         for key in self.objective_overrides:
-            yield (
-                function is not None and key not in _PARTS_AROUND,
-                f"objective_overrides.{key}: found with the function {self.objective!r}, which computes masks and "
-                f"factors itself; expected one of {', '.join(_PARTS_AROUND)}",
-            )
+            is_computed = function is not None and key not in _PARTS_AROUND
+            yield self.row("overrides_of_function", is_computed, key=key, parts=", ".join(_PARTS_AROUND))
         try:
             _ = self.resolved_objective
         except ConfigError as error:
@@ -117,7 +114,7 @@ class Schedule(Table):
     """Decoupled weight decay."""
 
     def rows(self) -> Iterable[Row]:
-        yield self.min_lr > self.lr, f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}"
+        yield self.row("min_lr", self.min_lr > self.lr)
 
 
 class OptimConfig(Schedule):
@@ -138,7 +135,4 @@ class OptimConfig(Schedule):
 
     def rows(self) -> Iterable[Row]:
         yield from super().rows()
-        yield (
-            self.decay_steps is not None and self.warmup_steps >= self.decay_steps,
-            f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}",
-        )
+        yield self.row("warmup_steps", self.decay_steps is not None and self.warmup_steps >= self.decay_steps)

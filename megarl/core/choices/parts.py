@@ -8,8 +8,10 @@ Imports no torch: a configuration reads the table of algorithms before loading h
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from megarl.core.choices.records import check_types, options_of
@@ -152,11 +154,8 @@ class Gate:
     def __post_init__(self) -> None:
         check_types(self, "gate")
         least = 0.0 if self.kind == "ce_gppo" else LEAST_GATE
-        if min(self.positive, self.negative) < least or not 0 < self.eps < 1:
-            raise ConfigError(
-                f"gate: positive {self.positive}, negative {self.negative}, eps {self.eps}; expected at least "
-                f"{least:g}, and eps between 0 and 1"
-            )
+        are_wrong = min(self.positive, self.negative) < least or not 0 < self.eps < 1
+        _refuse(self, {"bounds": are_wrong}, least=least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +176,7 @@ class Penalty:
 
     def __post_init__(self) -> None:
         check_types(self, "penalty")
-        if self.coef < 0 or (self.max is not None and not self.max > 0):
-            raise ConfigError(f"penalty: coef {self.coef}, max {self.max}; expected 0 or more, and above 0 or None")
+        _refuse(self, {"bounds": self.coef < 0 or (self.max is not None and not self.max > 0)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +266,23 @@ PARTS: Mapping[str, tuple[Any, ...]] = options_of(Objective)
 """Part -> valid values."""
 
 
+_REFUSALS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text("utf-8"))
+"""Record -> rule -> text."""
+
+
 def refuse(subject: str, problems: Mapping[str, object]) -> None:
     """Raise ConfigError with the first message whose value is true, behind ``subject``."""
-    for message, is_wrong in problems.items():
-        if is_wrong:
-            raise ConfigError(subject + message)
+    if message := next((message for message, is_wrong in problems.items() if is_wrong), None):
+        raise ConfigError(subject + message)
+
+
+def _refuse(record: Any, rules: Mapping[str, object], **facts: object) -> None:
+    """Raise ConfigError with the text of the first rule whose value is true."""
+    label = type(record).__name__.lower()
+    for rule, is_broken in rules.items():
+        if is_broken:
+            values = {name: getattr(record, name) for name in options_of(type(record))}
+            raise ConfigError(f"{label}: {_REFUSALS[label][rule].format(**values, **facts)}")
 
 
 def _check_mask(m: Mask) -> None:
@@ -280,79 +290,60 @@ def _check_mask(m: Mask) -> None:
     is_two_sided = m.statistic in (*RATIOS, "difference")
     middle = 1 if m.statistic == "ratio" else 0
     is_around_middle = (m.low is None or m.low <= middle) and (m.high is None or m.high >= middle)
-    window = f"low {m.low}, high {m.high}"
-    refuse("mask: ", {
-        f"{window}; expected at least one bound, and both in order": not bounds or bounds != sorted(bounds),
-        f"high is {m.high}, but a ratio is above 0: this drops every token":
-            m.statistic == "ratio" and m.high is not None and not m.high > 0,
-        f"{window} of {m.statistic!r}, which is never below 0; bounds of a logarithm need statistic 'log_ratio'":
-            m.statistic not in ("log_ratio", "difference") and any(bound < 0 for bound in bounds),
-        f"{window} of {m.statistic!r}; an 'outward' mask needs {middle} between them":
-            m.sign == "outward" and is_two_sided and not is_around_middle,
-        f"growth {m.growth} with statistic {m.statistic!r}; bounds grow with 'log_ratio' only, 0 or more":
-            m.growth < 0 or (m.growth and m.statistic != "log_ratio"),
-        f"'sequence_max' is for divergences, but the statistic is {m.statistic!r}":
-            m.scope == "sequence_max" and is_two_sided,
-        f"{m.statistic!r} compares theta with mu, but policies is {m.policies!r}":
-            m.statistic in TOP_K and m.policies != "theta_mu",
-    })  # fmt: skip
+    may_be_negative = m.statistic in ("log_ratio", "difference")
+    rules = {
+        "bounds": not bounds or bounds != sorted(bounds),
+        "drops_all": m.statistic == "ratio" and m.high is not None and not m.high > 0,
+        "below_0": not may_be_negative and any(bound < 0 for bound in bounds),
+        "outward": m.sign == "outward" and is_two_sided and not is_around_middle,
+        "growth": m.growth < 0 or (m.growth and m.statistic != "log_ratio"),
+        "sequence_max": m.scope == "sequence_max" and is_two_sided,
+        "topk": m.statistic in TOP_K and m.policies != "theta_mu",
+    }
+    _refuse(m, rules, middle=middle)
 
 
 def _check_factor(f: Factor) -> None:
     clamps = [bound for bound in (f.low, f.high) if bound is not None]
-    refuse("factor: ", {
-        "'sequence_max' is for masks; a ratio has a mean or a product": f.scope == "sequence_max",
-        f"low {f.low}, high {f.high}; expected positive numbers in order, or None":
-            any(not bound > 0 for bound in clamps) or clamps != sorted(clamps),
-        f"power is {f.power}, expected 0 (weight 1) to 1 (rho), or more": f.power < 0,
-        f"ess_target is {f.ess_target}, expected a share above 0 and at most 1": not 0 < f.ess_target <= 1,
-        f"log_ratio_cap is {f.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}":
-            not 0 < f.log_ratio_cap <= MAX_LOG_RATIO,
-        f"vespo {f.vespo_positive}, {f.vespo_negative}; expected two numbers from 0 up each":
-            any(len(pair) != 2 or min(pair) < 0 for pair in (f.vespo_positive, f.vespo_negative)),
-        f"token_clip is {f.token_clip}, expected above 0 or None": f.token_clip is not None and not f.token_clip > 0,
-        "batch_normalize needs the scope of a token or a response, and a function of the ratio alone, but the scope is "
-        f"{f.scope!r}, fn {f.fn!r}":
-            f.batch_normalize and (f.scope not in ("token", "sequence_mean", "sequence_sum") or f.fn == "vespo"),
-    })  # fmt: skip
+    can_be_averaged = f.scope in ("token", "sequence_mean", "sequence_sum") and f.fn != "vespo"
+    rules = {
+        "sequence_max": f.scope == "sequence_max",
+        "clamps": any(not bound > 0 for bound in clamps) or clamps != sorted(clamps),
+        "power": f.power < 0,
+        "ess_target": not 0 < f.ess_target <= 1,
+        "log_ratio_cap": not 0 < f.log_ratio_cap <= MAX_LOG_RATIO,
+        "vespo": any(len(pair) != 2 or min(pair) < 0 for pair in (f.vespo_positive, f.vespo_negative)),
+        "token_clip": f.token_clip is not None and not f.token_clip > 0,
+        "batch_normalize": f.batch_normalize and not can_be_averaged,
+    }
+    _refuse(f, rules, most=MAX_LOG_RATIO)
 
 
 def _check_product(o: Objective) -> None:
     """No policy may stand twice in the weight of a token: the same gap would be corrected twice."""
     for sign in ("positive", "negative"):
-        factors = [factor for factor in o.factors if factor.sign in ("both", sign)]
-        for first, second in itertools.combinations(factors, 2):
-            if any(map(str.__eq__, first.policies.split("_"), second.policies.split("_"))):
-                raise ConfigError(
-                    f"objective: the factors {first.policies!r} and {second.policies!r} count the same policy twice; "
-                    "'theta_old' and 'old_mu' go together, 'theta_mu' alone holds both"
-                )
+        policies = [factor.policies for factor in o.factors if factor.sign in ("both", sign)]
+        for first, second in itertools.combinations(policies, 2):
+            is_same = any(map(str.__eq__, first.split("_"), second.split("_")))
+            _refuse(o, {"same_policy": is_same}, first=first, second=second)
     plain = [
         f for f in o.factors if (f.fn, f.low, f.high, f.token_clip, f.sign) == ("identity", None, None, None, "both")
         and f.scope in ("prefix", "future_mean", "future_sum") and f.policies != "old_mu"
     ]  # fmt: skip
-    refuse("objective: ", {
-        "prefix_grad is the derivative of one factor of theta over the prefix or the future, without clamps, but the "
-        f"factors are {o.factors}": o.prefix_grad and not len(o.factors) == len(plain) == 1,
-    })  # fmt: skip
+    _refuse(o, {"prefix_grad": o.prefix_grad and not len(o.factors) == len(plain) == 1})
 
 
 def _check_advantage(o: Objective) -> None:
-    by_token = o.advantage == "token_level_kl"
-    refuse("objective: ", {
-        f"kl_coef is {o.kl_coef} with the advantage {o.advantage!r}; it is the beta of 'token_level_kl', which needs "
-        "one above 0, such as 0.001. A KL in the loss is a penalty": by_token != (o.kl_coef > 0),
-        "'token_level_kl' has a KL in its advantages; expected no penalties beside it": by_token and o.penalties,
-        f"selection 'positive' needs one advantage per response, but those of {o.advantage!r} differ between its "
-        "tokens; use 'all' or 'mixed_groups'": o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES,
-        f"kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more":
-            o.kl_horizon is not None and (not by_token or o.kl_horizon < 1),
-        f"kl_at is {o.kl_at!r}, but it is for 'token_level_kl'; any other KL is of theta":
-            o.kl_at != "old" and not by_token,
-        f"std_ddof {o.std_ddof}, std_eps {o.std_eps}; expected 0 or 1, and 0 or more":
-            o.std_ddof not in (0, 1) or not o.std_eps >= 0,
-        f"entropy_coef is {o.entropy_coef}, expected 0 or more": o.entropy_coef < 0,
-        f"aggregation {o.aggregation!r} with norm_length {o.norm_length}; seq-mean-token-sum-norm needs a norm_length "
-        "in tokens, the others take none": (o.norm_length is not None) != (o.aggregation == "seq-mean-token-sum-norm"),
-        f"norm_length is {o.norm_length}, expected at least 1 token": o.norm_length is not None and o.norm_length < 1,
-    })  # fmt: skip
+    by_token, length = o.advantage == "token_level_kl", o.norm_length
+    rules = {
+        "kl_coef": by_token != (o.kl_coef > 0),
+        "two_kls": by_token and o.penalties,
+        "positive": o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES,
+        "kl_horizon": o.kl_horizon is not None and (not by_token or o.kl_horizon < 1),
+        "kl_at": o.kl_at != "old" and not by_token,
+        "std": o.std_ddof not in (0, 1) or not o.std_eps >= 0,
+        "entropy_coef": o.entropy_coef < 0,
+        "norm_length": (length is not None) != (o.aggregation == "seq-mean-token-sum-norm"),
+        "norm_length_of_0": length is not None and length < 1,
+    }
+    _refuse(o, rules)

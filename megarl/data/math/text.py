@@ -1,54 +1,21 @@
 """The text of answers for the reward math_strict: a single spelling, tokens, words, units."""
 
 import re
+import tomllib
+from pathlib import Path
 
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 CURRENCIES = (r"\$", "€", "£", "¥", "₹", "¢")
-SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES: dict[str, int] = _TABLES["scales"]
+"""Powers of ten."""
 CLOSING = {"(": (")", "]"), "[": (")", "]"), r"\{": (r"\}",), r"\langle": (r"\rangle",)}
-_TRANSLATION = str.maketrans(
-    {"−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "≤": r"\le "}
-    | {"≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\{\}", "²": "^2", "³": "^3", "±": r"\pm "}
-    | dict.fromkeys("\u00a0\u2009\u202f\t\n", " ")
-)
+_TRANSLATION = str.maketrans(_TABLES["characters"])
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _TOKENS = re.compile(_BOX.pattern + r"\{?|\\.|[{}]", re.DOTALL)
 _WORD = re.compile(r"[^\s${}]+(?:\{[^{}]*\})*")
 _WHOLE_BOX = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_WORD_UNIT = r"(?:[cmk]m|[km]g|m[lL]|ft|mi|yd|lb|oz|hr|min|sec|mph|sq|[A-Za-z]{4,})(?:[. /]+[A-Za-z]+)*"
-_REWRITES = tuple(
-    (re.compile(pattern), substitute)
-    for pattern, substitute in (
-        (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", ""),
-        (r"\\[dtc](?=(?:frac|binom)(?![A-Za-z]))", r"\\"),
-        (r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it)|mbox|boldsymbol|operatorname)(?![A-Za-z])\s*", r"\\text"),
-        (r"\\mathbb ?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
-        (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
-        (r"\\(?:varnothing|emptyset)(?![A-Za-z])|\\\{\s*\\\}", r"\\{\\}"),
-        (r"\\text\{\s*((?:\\\$)?[\d.,/ \\%()]+)\s*\}", r"\1"),
-        (r"((?:^|[(,;={])\s*)\\text\{\s*(\(?[A-Za-z]\)?)\s*\}", r"\1\2"),
-        (r"\s*[,;]?\s*(?:\\text\{\s*(?:and|or),?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor|\\vee)\s*", ", "),
-        (r"(?<=\d)(?:\{,\}|,\\! *|\\[,;: !]|~)(?=\d{3}(?!\d))", r"\\!"),  # between thousands
-        (r"\\!(?!\d{3}(?!\d))", ""),
-        (r"\{,\}", "."),
-        (r"(?<!\\)\\(?:[,;:> ]|q?quad(?![A-Za-z]))|~", " "),
-        (r"(?<![A-Za-z\\])(sqrt|pi|infty|sin|cos|tan|ln|log)(?![A-Za-z])", r"\\\1"),
-        (r"\*\*", "^"),
-        (r"_\{(\w)\}", r"_\1"),
-        (r"^\(?([A-Z])[).]+$", r"\1"),
-        (r"\\(begin|end)\{array\}(?:\{[clr]*\})?", r"\\\1{matrix}"),
-        (r"<=|\\leq(?:slant)?(?![A-Za-z])", r"\\le "),
-        (r">=|\\geq(?:slant)?(?![A-Za-z])", r"\\ge "),
-        (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
-        (r"\\degree(?![A-Za-z])", r"^\\circ "),
-        (r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}"),
-        (
-            rf"^(-?(?:\\\$)?(?:[\d.,]+|\\frac\{{\d+\}}\{{\d+\}}))(?:\s*({_WORD_UNIT})|\s+([mgshlLNJW]))"
-            r"(?=(?:\s*\^\s*\{?\d\}?)?$)",
-            r"\1\\text{\2\3}",
-        ),
-    )
-)
+_REWRITES = [(re.compile(pattern), substitute) for pattern, substitute in _TABLES["formula"]["rewrites"]]
 _DIGITS = r"\d+(?:\.(?:\d*\(\d+\)|\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d)|\d+))?|\.\d+"
 _TOKEN = re.compile(
     r"\s*(?:\d{1,3}(?P<comma>,|\\!)\d{3}(?:(?P=comma)\d{3})*(?:\.\d+)?(?!,?\d)"
@@ -56,12 +23,7 @@ _TOKEN = re.compile(
     r"|\\[A-Za-z]+|\\[{}%$\\]|[^\s\\])",
     re.ASCII,
 )
-_UNITS = {
-    "$": "dollar", "¢": "cent", "€": "euro", "%": "percent", "degree": "°", "inch": "in", "inche": "in", "foot": "ft",
-    "feet": "ft", "mile": "mi", "yard": "yd", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s",
-    "gram": "g", "meter": "m", "metre": "m", "liter": "l", "litre": "l", "L": "l", "pound": "lb", "per": "/",
-    "mph": "mi / h", "square": "sq", "squared": "2",
-}  # fmt: skip
+_UNITS: dict[str, str] = _TABLES["units"]
 
 
 class UnreadableError(ValueError):

@@ -12,6 +12,7 @@ from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
 from megarl.data.prompts import PromptReader, Text, answer_text, check_messages
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
+from megarl.data.refusals import refusal
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
 from megarl.files.outputs import require_own_files
@@ -62,10 +63,8 @@ def prepare(data: Data) -> Counter[str]:
     counts |= Counter(train=len(rows[False]), heldout=len(rows[True]))
     if not rows[False] or (data.heldout and not rows[True]):
         prompts = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if data.heldout else "")
-        raise DataError(
-            f"{data.source}: {prompts} are left of {counts['read']} ({describe_left_out(counts)}), expected at least "
-            "one of each: look at the fields, or change --heldout"
-        )
+        facts = {"read": counts["read"], "left_out": describe_left_out(counts)}
+        raise DataError(refusal("nothing_left", source=data.source, prompts=prompts, **facts))
     require_own_files(*targets.values())  # somebody may have written a file meanwhile
     for path in filter(Path.exists, targets.values()):
         path.unlink()
@@ -136,9 +135,7 @@ def _shape(prompt: Any, data: Data, has_chat: bool, place: str) -> str | list[di
             return text
         messages = [{"role": "user", "content": text}]
     else:
-        raise DataError(
-            f"{place}: the prompt ({field!r}) is {type_name(prompt)}, expected text or a list of chat messages"
-        )
+        raise DataError(refusal("prompt_type", place=place, field=field, kind=type_name(prompt)))
     return [*([{"role": "system", "content": data.system}] if data.system is not None else []), *messages]
 
 

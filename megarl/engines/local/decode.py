@@ -53,7 +53,8 @@ class _Reader:
 
     def select(self, rows: torch.Tensor) -> None:
         """Make row ``rows[i]`` the new row ``i``."""
-        self._cache.reorder_cache(rows)  # the only selection that states of linear attention have
+        # The only selection that states of linear attention have.
+        self._cache.reorder_cache(rows)  # type: ignore[arg-type] # any int64
         self._positions = self._positions[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]

@@ -1,6 +1,6 @@
 """``megarl doctor``: whether this machine, or one configuration here, can train; needs only numpy and pydantic.
 
-report   checks, the verdict; as text and as JSON
+report   checks, the verdict; as text and as JSON; the texts are in findings.toml
 machine  packages, Megatron-Core, devices, SGLang; a trial of the trainer's first imports and reads
 inputs   model, data, keys, disk and [launch] of a configuration
 """

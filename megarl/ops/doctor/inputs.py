@@ -19,7 +19,7 @@ from megarl.files.hf_config import MoeShape
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
-from megarl.ops.doctor.report import Finding
+from megarl.ops.doctor.report import Finding, find
 from megarl.ops.launch import steps
 
 _WAIT_S = 5.0
@@ -33,8 +33,7 @@ def read_model(config: Config) -> tuple[list[Finding], ModelShape | None]:
     folder = Path(config.model.path)
     if not os.path.lexists(folder / "config.json"):
         problem = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
-        advice = f"download one, `hf download OWNER/MODEL --local-dir {folder}`, or set model.path to one that is here"
-        return [Finding("model.path", "failed", problem, "a Hugging Face checkpoint folder", advice)], None
+        return [find("no_config_json", problem=problem, folder=folder)], None
     try:
         shape = read_shape(folder)
     except (MegarlError, OSError, ValueError) as error:
@@ -45,13 +44,13 @@ def read_model(config: Config) -> tuple[list[Finding], ModelShape | None]:
         return checks, None
     checks = [Finding("model.path", "ok", shape.family)]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        checks.append(Finding("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
+        checks.append(find("no_tokenizer", folder=folder, files=", ".join(_TOKENIZERS)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             if os.path.lexists(folder / name):
                 read_object(folder / name)
         except DataError as error:
-            checks.append(Finding("tokenizer", "failed", str(error), advice="download it again"))
+            checks.append(find("damaged_tokenizer", error=error))
     try:
         weight_files(folder)
         list(model_files(folder))
@@ -97,20 +96,18 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
     """Read the first record of a file, and look for the fields."""
     path = Path(source)
     if path.is_dir():
-        return Finding(key, "ok", f"the folder {source}, which is read when the run starts")
+        return find("data_folder", key=key, source=source)
     if not path.is_file() and path.suffix not in FILES:
-        problem = f"{source} is no file here; the run will ask the Hugging Face Hub for a data set of this name"
-        return Finding(key, "warning", problem, advice="correct the path if a file was meant")
+        return find("data_of_hub", key=key, source=source)
     try:
         place, record = next(read_records(source, split=split, limit=1))
         for field in fields:
             get_field(record, field, place)
     except ImportError as error:
-        problem = f"{source} cannot be read without {error.name}"
-        return Finding(key, "failed", problem, advice="pip install 'megarl-moe[train]'")
+        return find("data_needs_package", key=key, source=source, package=error.name)
     except (MegarlError, OSError) as error:
         return Finding(key, "failed", str(error))
-    return Finding(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")
+    return find("data", key=key, source=source, fields=", ".join(fields) or "fields")
 
 
 def _check_reward(config: Config) -> Iterator[Finding]:
@@ -128,19 +125,17 @@ def _check_keys(config: Config) -> Iterator[Finding]:
     for table in ("sglang", "reward_model"):
         variable = getattr(config, table).api_key_env
         if variable is not None and not os.environ.get(variable):
-            problem = f"the environment has no variable {variable}"
-            yield Finding(f"{table}.api_key_env", "failed", problem, advice="export it")
+            yield find("no_key", table=table, variable=variable)
     signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
     if config.log.wandb_project and not signed_in and not Path("~/.netrc").expanduser().is_file():
-        advice = "run `wandb login`, or set WANDB_MODE=offline"
-        yield Finding("log.wandb_project", "failed", "neither WANDB_API_KEY nor ~/.netrc", advice=advice)
+        yield find("wandb")
 
 
 def _check_disk(config: Config, shape: ModelShape | None) -> Finding:
     folder = config.run_dir.absolute()
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Finding("run.dir", "failed", f"{existing} cannot be written", "a folder that you can write")
+        return find("run_dir_unwritable", folder=existing)
     free = shutil.disk_usage(existing).free
     room = f"{free / 2**30:.1f} GiB free in {existing}"
     try:
@@ -150,19 +145,17 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Finding:
     except ImportError:  # no torch
         parameters = 0
     if not parameters:
-        return Finding("run.dir", "ok", f"{room}; the size of a checkpoint is not known")
+        return find("run_dir_without_size", room=room)
     element = 4 if config.model.dtype == "fp32" else 2
     # Adam keeps two fp32 moments of each weight, and an fp32 main weight unless the weights are fp32.
     checkpoint = parameters * (element + (8 if element == 4 else 12))
     number = 1 + config.checkpoint.keep if config.checkpoint.every else 1
     on_disk = (config.weight_sync == "disk") + (config.sglang.spare_weights == "disk")
     copies = 2 * on_disk * element * parameters if config.rollout.engine_kind.server else 0
-    needed = checkpoint * number + copies
-    expected = f"{needed / 2**30:.1f} GiB: {number} checkpoints of {checkpoint / 2**30:.1f} GiB"
-    expected += f", {copies / 2**30:.1f} GiB of weights for servers" if copies else ""
-    if free < needed:
-        return Finding("run.dir", "failed", room, expected, "make room, or set run.dir to another disk")
-    return Finding("run.dir", "ok", f"{room}; the run takes {expected}")
+    total = checkpoint * number + copies
+    needed = f"{total / 2**30:.1f} GiB: {number} checkpoints of {checkpoint / 2**30:.1f} GiB"
+    needed += f", {copies / 2**30:.1f} GiB of weights for servers" if copies else ""
+    return find("run_dir_full" if free < total else "run_dir", room=room, needed=needed)
 
 
 def _check_urls(config: Config) -> Iterator[Finding]:
@@ -172,10 +165,9 @@ def _check_urls(config: Config) -> Iterator[Finding]:
         try:
             port = address.port or (443 if address.scheme == "https" else 80)
             socket.create_connection((address.hostname or "", port), _WAIT_S).close()
-            yield Finding("reward_model.urls", "ok", f"{url} listens")
+            yield find("reward_server", url=url)
         except (OSError, ValueError) as error:
-            advice = "start the server, or correct the URL"
-            yield Finding("reward_model.urls", "failed", f"nothing listens at {url} ({error})", advice=advice)
+            yield find("no_reward_server", url=url, error=error)
 
 
 def _check_launch(config: Config) -> Iterator[Finding]:
@@ -183,14 +175,12 @@ def _check_launch(config: Config) -> Iterator[Finding]:
     for variable in ("MEGARL_SETUP", "MEGARL_PYTHON"):
         program = os.environ.get(variable)
         if program and not (Path(program).is_file() or shutil.which(program)):
-            yield Finding(variable, "failed", f"there is no file {program}", advice="correct the variable, or unset it")
+            yield find("no_program", variable=variable, program=program)
     if launch.layout != "local":
         if absent := [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]:
-            advice = 'add Slurm\'s commands to PATH, or set launch.layout = "local"'
-            yield Finding("launch.layout", "failed", f'"{launch.layout}" without {", ".join(absent)}', "Slurm", advice)
+            yield find("no_slurm", layout=launch.layout, programs=", ".join(absent))
         if launch.stop_grace_s >= _SIGNAL_S:
-            expected = f"less than the {_SIGNAL_S} s of --signal in the scripts"
-            yield Finding("launch.stop_grace_s", "warning", f"{launch.stop_grace_s:g}", expected, "lower it")
+            yield find("long_grace", grace_s=launch.stop_grace_s, signal_s=_SIGNAL_S)
         try:
             steps.srun([])
             if "SLURM_JOB_ID" in os.environ:
@@ -198,7 +188,7 @@ def _check_launch(config: Config) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding("launch", "failed", str(error))
             return
-    yield Finding("launch", "ok", f"{launch.layout}: {launch.nodes} x {launch.ranks_per_node} ranks")
+    yield find("launch", **dict(launch))
 
 
 def check_gpus(config: Config, gpus: int) -> Iterator[Finding]:
@@ -206,7 +196,6 @@ def check_gpus(config: Config, gpus: int) -> Iterator[Finding]:
     if config.launch.layout != "local" or not gpus:
         return
     if config.launch.ranks_per_node > gpus:
-        problem = f"{config.launch.ranks_per_node} on a machine with {gpus} GPUs"
-        yield Finding("launch.ranks_per_node", "failed", problem, "a GPU for each rank", "lower it")
+        yield find("few_gpus", ranks=config.launch.ranks_per_node, gpus=gpus)
     if config.sglang.gpus and max(config.sglang.gpus) >= gpus and config.rollout.engine_kind.server:
-        yield Finding("sglang.gpus", "failed", f"{config.sglang.gpus}", f"0 to {gpus - 1}", "name GPUs that are there")
+        yield find("absent_gpus", named=config.sglang.gpus, last=gpus - 1)

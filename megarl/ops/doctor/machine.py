@@ -20,11 +20,11 @@ from megarl.config import Config, SGLangConfig, megatron_fields
 from megarl.engines.sglang.versions import NEWEST, dotted, installed_release
 from megarl.errors import ConfigError, MegarlError, describe
 from megarl.ops.doctor.inputs import check_gpus
-from megarl.ops.doctor.report import Finding
+from megarl.ops.doctor.report import Finding, find
 from megarl.ops.patching.patch import PatchError, find_installed
 
 _TRAIN = (
-    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "pebble", "plotly", "psutil"),
+    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "jinja2", "pebble", "plotly", "psutil"),
     *("rich", "safetensors", "tensorboard", "tomli-w", "transformers"),
 )
 """What the extra ``train`` installs, beside Megatron-Core."""
@@ -54,9 +54,7 @@ def check_machine(
     if config is not None and config.log.wandb_project and releases["wandb"] is None:
         missing.add("wandb")
     checks = [Finding("Python", "ok", platform.python_version())]
-    for name in sorted(missing):
-        advice = "pip install wandb" if name == "wandb" else "pip install 'megarl-moe[train]'"
-        checks.append(Finding(name, "failed", "not installed", advice=advice))
+    checks += [find("no_wandb" if name == "wandb" else "no_package", package=name) for name in sorted(missing)]
     checks += _check_megatron(releases["megatron-core"], config is None or config.train.replay != "none")
     facts: dict[str, Any] = {}
     if "torch" not in missing:
@@ -75,11 +73,8 @@ def check_machine(
 
 def _check_devices(facts: dict[str, Any]) -> Finding:
     if facts["gpus"]:
-        return Finding("devices", "ok", f"{facts['gpus']} x {facts['gpu']} (CUDA {facts['cuda']}); trains over NCCL")
-    if has_gpu():
-        problem = f"a GPU, which torch {facts['torch']} cannot use (built for CUDA {facts['cuda']})"
-        return Finding("devices", "failed", problem, advice="install a torch for CUDA that fits the driver")
-    return Finding("devices", "ok", f"no GPU, {os.cpu_count()} CPU cores; trains on the CPU over gloo")
+        return find("gpus", **facts)
+    return find("unusable_gpu", **facts) if has_gpu() else find("cpu", cores=os.cpu_count())
 
 
 def has_gpu() -> bool:
@@ -93,35 +88,27 @@ def _check_megatron(release: str | None, replays: bool) -> list[Finding]:
         root = find_installed() / "megatron" / "core"
     except PatchError:
         newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
-        expected = f"{megatron_fields.RELEASES}{newer}"
-        return [Finding("megatron-core", "failed", "not installed", expected, "pip install 'megarl-moe[megatron]'")]
+        return [find("no_megatron", releases=f"{megatron_fields.RELEASES}{newer}")]
     moe = root / "transformer" / "moe"
     checks = [Finding("megatron-core", "ok", release or f"source at {root}")]
     # The router must hold a replay object, and the top-k function must call it.
     hook = {"moe_utils.py": ".get_replay_topk(", "router.py": "self.router_replay"}
     if all((moe / file).is_file() and words in (moe / file).read_text() for file, words in hook.items()):
-        checks.append(Finding("replay hook", "ok", 'present: train.replay = "r2" and "r3"'))
+        checks.append(find("replay_hook"))
     else:
-        status, advice = "failed" if replays else "warning", "run `megarl patch apply`"
-        checks.append(Finding("replay hook", status, "this Megatron-Core cannot replay routes", advice=advice))
+        checks.append(find("no_replay_hook" if replays else "unneeded_replay_hook"))
     if (moe / "paged_stash.py").is_file() and importlib.util.find_spec("triton") is None:
-        problem = "not installed; Megatron-Core imports it from 0.18 on without declaring it"
-        checks.append(Finding("triton", "failed", problem, advice="pip install triton"))
+        checks.append(find("no_triton"))
     return checks
 
 
 def _check_te(release: str | None, facts: dict[str, Any]) -> Finding:
-    name, advice = "transformer-engine", "pip install 'megarl-moe[gpu]'"
     if facts.get("te_problem"):
-        problem = f"{release} cannot be imported ({facts['te_problem']}): GPUs train with the slower local layers"
-        return Finding(name, "warning", problem, advice=f"install one that fits torch: {advice}")
+        return find("broken_te", release=release, problem=facts["te_problem"])
     if release is None:
-        slower = "not installed: GPUs train with the slower local layers"
-        return Finding(name, "warning" if has_gpu() else "ok", slower, advice=advice)
+        return find("no_te_on_gpu" if has_gpu() else "no_te")
     is_old = (_version("megatron-core") or "").startswith("0.16.")
-    if is_old and not re.match(_TE_FITS_0_16, release):
-        return Finding(name, "warning", release, "2.9 to 2.11 with megatron-core 0.16", advice)
-    return Finding(name, "ok", f"{release}; used on GPUs")
+    return find("other_te" if is_old and not re.match(_TE_FITS_0_16, release) else "te", release=release)
 
 
 def _check_sglang(config: Config | None, release: str | None) -> Finding:
@@ -141,7 +128,7 @@ def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
     try:
         from megarl.engines.tools.python_tool import PythonTool
 
-        return [Finding("bubblewrap", "ok", f"works; {PythonTool().describe_limits()}")]
+        return [find("bubblewrap", limits=PythonTool().describe_limits())]
     except ImportError:  # psutil, which is named as missing
         return []
     except MegarlError as error:
@@ -175,8 +162,7 @@ def run_trial(
             except Exception as error:  # a broken package fails with whatever its shared libraries raise
                 module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else None
                 if module not in absent:
-                    problem = f"cannot be used ({describe(error)})"
-                    checks.append(Finding(name, "failed", problem, advice="install a release that fits the others"))
+                    checks.append(find("broken_module", module=name, error=describe(error)))
     return checks, facts
 
 

@@ -1,14 +1,17 @@
 """Report of the doctor: checks and the verdict."""
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from megarl.errors import printable
 from megarl.text_table import text_table
 
 Status = Literal["ok", "warning", "failed"]
+_TEXTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,11 @@ class Finding:
         """Found, expected and advice, on one line."""
         expected = f", expected {self.expected}" if self.expected else ""
         return " ".join(f"{self.found}{expected}{f'; {self.advice}' if self.advice else ''}".split())
+
+
+def find(key: str, /, **facts: Any) -> Finding:
+    """Return the finding of this key in findings.toml, with ``facts`` in its texts."""
+    return Finding(**{field: text.format(**facts) for field, text in _TEXTS[key].items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ _FILES = ("responses.jsonl", "prompts.jsonl")
 class Task:
     """What to sample, and where to write the results; the same on every rank."""
 
+    request: EvalRequest
     checkpoint: Path | None
     """A step folder; None: the weights of model.path."""
     out: Path
@@ -88,10 +89,14 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     try:
         _send_weights(engine, config, task.checkpoint, progress)
         for benchmark in request.benchmarks:
-            _draw_benchmark(engine, request, benchmark, task, tokenizer, progress, tables)
+            started, name = time.perf_counter(), benchmark.name
+            tables[name] = _draw_benchmark(task, benchmark, engine, tokenizer)
+            distributed.from_main_rank(lambda: _write_summary(task, tables))
+            total = len(task.prompts[name]) * request.samples
+            progress.line(f"{name}: {total} responses in {time.perf_counter() - started:.1f} s")
     finally:
         engine.close()
-    distributed.from_main_rank(lambda: _show(request, task, tables))
+    distributed.from_main_rank(lambda: _show(task, tables))
     distributed.shutdown()
     return task.out
 
@@ -146,34 +151,22 @@ def _prepare(request: EvalRequest) -> Task:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be made: {error}") from error
-    return Task(checkpoint, out, prompts)
+    return Task(request, checkpoint, out, prompts)
 
 
-def _draw_benchmark(
-    engine: Engine,
-    request: EvalRequest,
-    benchmark: Benchmark,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: StepProgress,
-    tables: dict[str, Json],
-) -> None:
-    """Sample, judge and save one benchmark, and add the result to ``tables``; a collective call."""
-    started, config, name = time.perf_counter(), request.config, benchmark.name
-    prompts = task.prompts[name]
+def _draw_benchmark(task: Task, benchmark: Benchmark, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Json:
+    """Sample, judge and save one benchmark, and return the result; a collective call."""
+    config, name, prompts = task.request.config, benchmark.name, task.prompts[benchmark.name]
     played = distributed.run_together(
         f"the evaluation on {name}", lambda: PlayedBenchmark.of(benchmark, prompts, config, tokenizer)
     )
-    total = len(prompts) * request.samples
     try:
-        samples = draw(config, engine, played, request.samples, turn_ends(config, tokenizer))
+        samples = draw(config, engine, played, task.request.samples, turn_ends(config, tokenizer))
     finally:
         played.player.close()
     gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])
     lines = [line for of_rank in gathered or () for line in of_rank]
-    tables[name] = distributed.from_main_rank(lambda: _save(request, benchmark, task, lines, engine.weight_version))
-    distributed.from_main_rank(lambda: _write_summary(request, task, tables))
-    progress.line(f"{name}: {total} responses in {time.perf_counter() - started:.1f} s")
+    return distributed.from_main_rank(lambda: _save(task, benchmark, lines, engine.weight_version))
 
 
 def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Json:
@@ -197,13 +190,13 @@ def _describe_failure(line: Json, prompts: Sequence[Prompt]) -> str:
     return f"{line['error']}; {about}"
 
 
-def _save(request: EvalRequest, benchmark: Benchmark, task: Task, lines: list[Json], version: int) -> Json:
+def _save(task: Task, benchmark: Benchmark, lines: list[Json], version: int) -> Json:
     """Save a benchmark, and return the result; on the main rank. RewardError without any reward."""
     lines.sort(key=lambda line: (line["prompt"], line["sample"]))
     name, prompts = benchmark.name, task.prompts[benchmark.name]
     first_error = next((_describe_failure(line, prompts) for line in lines if line["error"] is not None), None)
     write_jsonl(task.out / name / "responses.jsonl", lines)
-    samples = _to_samples(lines, (len(prompts), request.samples), benchmark.threshold)
+    samples = _to_samples(lines, (len(prompts), task.request.samples), benchmark.threshold)
     rows = (
         {"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text}
         for p, row in zip(prompts, score_prompts(samples), strict=True)
@@ -215,7 +208,7 @@ def _save(request: EvalRequest, benchmark: Benchmark, task: Task, lines: list[Js
         )
     place = {key: getattr(benchmark, key) for key in ("source", "split", "template", "reward")}
     facts = {"weights_version": version, "first_error": first_error}
-    return {**place, **facts, "figures": score(samples, request.ks)}
+    return {**place, **facts, "figures": score(samples, task.request.ks)}
 
 
 def _to_samples(lines: Sequence[Json], shape: tuple[int, int], threshold: float) -> Samples:
@@ -226,22 +219,23 @@ def _to_samples(lines: Sequence[Json], shape: tuple[int, int], threshold: float)
     return Samples(rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), threshold)
 
 
-def _write_summary(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
+def _write_summary(task: Task, tables: Mapping[str, Json]) -> None:
     """Write eval.json: the results so far, weights and configuration."""
     summary = {
         "checkpoint": None if task.checkpoint is None else str(task.checkpoint),
-        "samples": request.samples,
+        "samples": task.request.samples,
         "benchmarks": tables,
-        "config": request.config.model_dump(mode="json", exclude=_TRAINING),
+        "config": task.request.config.model_dump(mode="json", exclude=_TRAINING),
     }
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
     write_output(task.out / "eval.json", f"{text}\n".encode())
 
 
-def _show(request: EvalRequest, task: Task, tables: Mapping[str, Json]) -> None:
+def _show(task: Task, tables: Mapping[str, Json]) -> None:
     """Print the table; on the main rank."""
-    weights = request.config.model.path if task.checkpoint is None else task.checkpoint
-    engine, temperature = request.config.rollout.engine, request.config.eval.temperature
+    config = task.request.config
+    weights = config.model.path if task.checkpoint is None else task.checkpoint
+    engine, temperature = config.rollout.engine, config.eval.temperature
     print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), "", to_text(tables), sep="\n")
     print(printable(f"eval: {task.out / 'eval.json'}"))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,23 +46,10 @@ from megarl.trainer.sampling.requests import EVALUATE, make_requests, require_we
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
 
-_FP8 = ("fp8_rounding", "fp8_activations", "fp8_kv_cache")
-PRECISIONS: dict[str, dict[str, Any]] = {
-    name: {"dtype": dtype, **{key: place < num_rounded for place, key in enumerate(_FP8)}}
-    for name, dtype, num_rounded in (
-        ("fp32", "fp32", 0),
-        ("bf16", "bf16", 0),
-        ("fp8 weights", "bf16", 1),
-        ("fp8", "bf16", 2),
-        ("fp8 with cache", "bf16", 3),
-    )
-}
-"""Rollouts of the local engine. In FP8: weights; activations too ("fp8"); keys and values too."""
-WITHOUT_RUN: dict[str, Any] = {
-    "run": {"steps": 1},
-    "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 1024},
-    "optim": {"lr": 1e-6},
-}
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+PRECISIONS: dict[str, dict[str, Any]] = _TABLES["precisions"]
+"""Keys of [rollout], by name."""
+WITHOUT_RUN: dict[str, Any] = _TABLES["without_run"]
 """The minimal configuration, for a bare model: the local engine, bf16."""
 
 

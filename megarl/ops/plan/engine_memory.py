@@ -55,15 +55,16 @@ def engine_memory(config: Config, shape: ModelShape) -> EngineMemory:
 def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expanded: bool = False) -> int:
     """Return the bytes of keys and values on one GPU, of all layers but those with linear attention.
 
-    Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU;
-    ``expanded``: keys and values of all heads / tp, as in the trainer and in transformers before 5.15.
+    Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope + index_head_dim) e,
+    whole on each GPU; ``expanded``: keys and values of all heads / tp, as in the trainer and in transformers before
+    5.15.
     """
     fields = shape.fields
     if fields.get("multi_latent_attention") and expanded:
         width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
         width *= fields["num_attention_heads"] // tp
     elif fields.get("multi_latent_attention"):
-        width = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
+        width = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"] + fields.get("dsa_indexer_head_dim", 0)
     else:
         width = 2 * max(fields["num_query_groups"] // tp, 1) * fields["kv_channels"]
     return (shape.num_layers - len(shape.linear_layers)) * width * element

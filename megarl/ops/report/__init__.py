@@ -2,7 +2,7 @@
 
 The way through:
 
-    report    the HTML page of a run, or of several overlaid, with the verdicts on a run's health (page.html, page.js)
+    report    the HTML page of a run, or of several overlaid, with the verdicts on a run's health (templates: *.html)
     series    curves, from the metrics of a run; panels and glossary, from panels.toml and glossary.toml
     figures   figures as plotly's JSON
     samples   the model's texts

@@ -5,18 +5,18 @@ The page needs no other file and no network: it holds texts, figures, samples, a
 
 import base64
 import gzip
-import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
 import pydantic
+from jinja2 import Environment, FunctionLoader
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from megarl.config.file import read_toml
@@ -32,10 +32,13 @@ from megarl.watch.health import CHECKS, judge_run
 
 NOT_RECORDED = "not recorded"
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
-_NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
-double-click shows it alone. Values of mini-batches are shown as the mean of a step. In runs of 40 steps and more, bold
-lines are centred moving averages, and pale lines are the values, of long runs the smallest and largest ones. Dots
-(held-out) are never averaged."""
+
+
+def _read(name: str) -> str:
+    return (files("megarl.ops.report") / name).read_text(encoding="utf-8")
+
+
+_TEMPLATES = Environment(loader=FunctionLoader(_read), autoescape=True, trim_blocks=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +93,32 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     colors = [None] if is_single else [COLORS[name] for name in _RUN_COLORS]
     runs = [Run(source.name, source.curves, color) for source, color in zip(sources, colors, strict=False)]
     figures: list[Figure] = []
-    cards = ""
+    panels: list[tuple[str, Panel, range]] = []
     for key, panel in read_panels().items():
         if any(panel.is_recorded(run.curves) for run in runs):
             first, figures = len(figures), [*figures, *make_figures(panel, runs)]
-            cards += render_panel(key, panel, range(first, len(figures)))
+            panels.append((key, panel, range(first, len(figures))))
     headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
     named = list(zip(sources, prefixes, strict=True))
     verdicts = [render_verdicts(source.records, source.config, prefix) for source, prefix in named]
     samples, notes = zip(*(for_page(source.folder, prefix) for source, prefix in named), strict=True)
-    body = (
-        f'<section id="health">{"".join(verdicts)}</section>'
-        f"{render_table(rows if is_single else [['', *names], *rows])}"
-        f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>'
-        f"{render_samples(notes, any(samples))}{render_glossary()}"
-    )
-    title = _get_setting(sources[0].config, "run", "name", names[0]) if is_single else " against ".join(names)
-    folders = ", ".join(str(source.folder.resolve()) for source in sources)
-    data = {name: _embed(value) for name, value in (("figures", figures), ("samples", [*chain(*samples)]))}
-    texts = {"title": html.escape(title), "subtitle": html.escape(folders), "body": body}
-    script, plotly = _read("page.js"), base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-    return Template(_read("page.html")).substitute(texts, **data, plotly=plotly, script=script).encode()
+    facts = {
+        "title": _get_setting(sources[0].config, "run", "name", names[0]) if is_single else " against ".join(names),
+        "folders": ", ".join(str(source.folder.resolve()) for source in sources),
+        "verdicts": Markup().join(verdicts),
+        "rows": rows if is_single else [["", *names], *rows],
+        "panels": panels,
+        "notes": notes,
+        "glossary": read_table("glossary.toml"),
+        "figures": _embed(figures),
+        "samples": _embed([*chain(*samples)]),
+        "has_samples": any(samples),
+        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        "script": Markup(_read("page.js")),
+    }
+    return _TEMPLATES.get_template("page.html").render(facts).encode()
 
 
 def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
@@ -149,7 +155,7 @@ def _get_setting(config: dict[str, Any], table: str, key: str, missing: str = NO
     return str((section.get(key) if isinstance(section, dict) else None) or missing)
 
 
-def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str = "") -> str:
+def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str = "") -> Markup:
     """Return the warnings and alarms of a run as HTML, and which checks looked; "no alarm" only if some did.
 
     config: the run's own, whose table [health] has the limits; DataError if it is broken. name: of one run of several.
@@ -170,64 +176,15 @@ def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, A
     for verdict in verdicts:
         since = "" if verdict.since is None else f"since step {verdict.since}, "
         observation = f"{since}{verdict.check}: {verdict.found}"
-        cards.append(_card(verdict.level, prefix + say(verdict.level), observation, verdict.cause, verdict.advice))
+        cards.append((verdict.level, prefix + say(verdict.level), observation, verdict.cause, verdict.advice))
     if not ran:
-        cards.append(_card("warning", prefix + say("not judged"), "the run has recorded nothing that a check reads"))
+        cards.append(("warning", prefix + say("not judged"), "the run has recorded nothing that a check reads", "", ""))
     elif not any(verdict.level == "alarm" for verdict in verdicts):
         level, observation = ("warning", "") if verdicts else ("ok", "no warning either")
-        cards.insert(0, _card(level, prefix + say("no alarm"), observation))
-    return f'{"".join(cards)}<p class="note">{html.escape(prefix + looked)}</p>'
+        cards.insert(0, (level, prefix + say("no alarm"), observation, "", ""))
+    return Markup(_TEMPLATES.get_template("verdicts.html").render(cards=cards, looked=prefix + looked))
 
 
-def _card(level: str, title: str, observation: str, cause: str = "", advice: str = "") -> str:
-    texts = ((head, text) for head, text in (("Cause:", cause), ("Try:", advice)) if text)
-    paragraphs = "".join(f"<p><b>{head}</b> {html.escape(text)}</p>" for head, text in texts)
-    details = f" &nbsp; {html.escape(observation)}" if observation else ""
-    heading = f'<strong class="level">{html.escape(title)}</strong>{details}'
-    return f'<div class="verdict {level}">{heading}{paragraphs}</div>'
-
-
-def render_panel(key: str, panel: Panel, places: Sequence[int]) -> str:
-    """Return a panel as HTML: title, caption, figures by place in the list, and links into the glossary."""
-    plots = "".join(f'<div class="plot" data-figure="{place}"></div>' for place in places)
-    entries = [name for name in panel.needs if name in read_table("glossary.toml")]
-    links = " ".join(f'<a href="#metric-{html.escape(name)}">{html.escape(name)}</a>' for name in entries)
-    return (
-        f'<figure class="card{" wide" if panel.wide else ""}" id="{key}"><h2>{html.escape(panel.title)}</h2>'
-        f"<figcaption>{html.escape(panel.caption)}</figcaption>{plots}"
-        f'<p class="metrics">Glossary: {links}</p></figure>'
-    )
-
-
-def render_glossary() -> str:
-    """Return the meaning of all metrics as HTML, with an anchor per metric."""
-    entries = "".join(
-        f'<div id="metric-{html.escape(name)}"><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>'
-        for name, text in sorted(read_table("glossary.toml").items())
-    )
-    return f'<section id="glossary"><h2>Glossary</h2><dl>{entries}</dl></section>'
-
-
-def render_samples(notes: Sequence[str], has_any: bool) -> str:
-    """Return the place where page.js lists the samples, with its controls; notes: the content of the page by run."""
-    texts = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
-    heading = '<section id="responses"><h2>What the model wrote</h2>'
-    return f"{heading}{texts}{_read('samples.html') if has_any else ''}</section>"
-
-
-def render_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as HTML; the first cell is the heading."""
-    cells = "".join(
-        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells_behind)}</tr>"
-        for first, *cells_behind in rows
-    )
-    return f'<div class="table"><table>{cells}</table></div>'
-
-
-def _embed(value: Any) -> str:
+def _embed(value: Any) -> Markup:
     """Return JSON without any end of an HTML element, for arbitrary strings."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _read(name: str) -> str:
-    return (files("megarl.ops.report") / name).read_text(encoding="utf-8")
+    return Markup(json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))

@@ -89,11 +89,19 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     sm_count: int,
 ) -> Sequence[Tensor]:
-    """One product per expert into ``out``: one tensor for each, or one for all with ``single_output``."""
-    del out_dtype, bias_dtype, grad, workspaces, workspace_size, use_split_accumulator, sm_count
-    if any(x.numel() for x in (*bias, *pre_gelu_out)):
-        raise NotImplementedError("grouped gemm: only products without bias and GELU have a reference")
+    """One product per expert into ``out``: one tensor for each, or one for all with ``single_output``.
+
+    A bias is added, or with ``grad`` its gradient summed over ``b``, into ``bias``.
+    """
+    del out_dtype, bias_dtype, workspaces, workspace_size, use_split_accumulator, sm_count
+    if any(x.numel() for x in pre_gelu_out):
+        raise NotImplementedError("grouped gemm: only products without GELU have a reference")
     products = [_product(x, transpose_a, y, transpose_b) for x, y in zip(a, b, strict=True)]
+    for index, each in enumerate(bias):
+        if each.numel() and grad:
+            each.copy_(b[index].float().sum(0))
+        elif each.numel():
+            products[index] = products[index] + each.float()
     if single_output:
         assert [len(product) for product in products] == list(m_splits), "rows of the experts and m_splits differ"
         _store(out[0], torch.cat(products), accumulate)
