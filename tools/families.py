@@ -255,7 +255,11 @@ def _python() -> Path:
     """SGLang's, whose servers are forks of one process."""
     import sglang_fixtures
 
-    os.environ |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests" / "sglang_on_cpu")}
+    os.environ |= {
+        "TRITON_INTERPRET": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
+        "PYTHONPATH": str(ROOT / "tests" / "sglang_on_cpu"),
+    }
     sglang_fixtures.SGLANG_MODULES = ("sglang_kernels", *sglang_fixtures.SGLANG_MODULES, "sglang_patches")
     return sglang_fixtures.forking(SGLANG_PYTHON, Path(tempfile.mkdtemp()))
 
@@ -303,6 +307,7 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
     try:
         with Server(spec) as server:
             server.wait_ready(SERVER_START_S)
+            _require_answer(server.url)
             fleet = Fleet(urls=[server.url], source=folder, settings=settings, api_key="key")
             form = WeightForm(torch.float32)
             engine = SGLangEngine(fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=form)
@@ -323,6 +328,21 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
     bounds, least = SERVER_BOUNDS
     is_right = all(mean <= bounds and (sets is None or sets >= least) for mean, sets in cells.values())
     return cells | {"is_right": is_right}
+
+
+def _require_answer(url: str) -> None:
+    """RolloutError if a prompt and three tokens end the server; the engine would wait for its return."""
+    import httpx
+
+    from megarl.errors import RolloutError
+
+    body = {"input_ids": [2, 3, 4, 5, 6], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    try:
+        httpx.post(
+            f"{url}/generate", json=body, headers={"Authorization": "Bearer key"}, timeout=1200.0, trust_env=False
+        )
+    except httpx.HTTPError as error:
+        raise RolloutError(f"the server ended while it answered: {error}") from error
 
 
 def _describe_images(folder: Path, hf: Row) -> None:
@@ -590,6 +610,18 @@ def page(rows: dict[str, Row], large: Row) -> str:
 NOTES = """\
 ## Which Megatron release
 
+megarl pins 0.16.1 ([version_matrix.md](version_matrix.md) has all releases). What the families need of a release:
+
+- **Gated delta nets** (`qwen3_next`, `qwen3_5_moe`): Megatron's class takes packed sequences from 0.19 on only, and
+  needs flash-linear-attention. megarl's subclass runs on both releases.
+- **Sparse attention** (`deepseek_v32`, `glm_moe_dsa`): Megatron's module takes packed sequences in 0.19.2, not in
+  0.16.1. megarl's module, with the same parameter names, runs on both.
+- **Norms over all heads** (`olmoe`, `minimax_m2`): neither release has them; megarl adds a layer of its own.
+- **Sinks, windows, clamped gates, biases of experts** (`gpt_oss`): fields of both releases. The attention of packed
+  sequences with sinks is Transformer Engine's from 2.12 on, else torch's.
+- **Everything else** is built from Megatron's own modules.
+
+[convert.md](convert.md#families) has the details of each family.
 """
 
 

@@ -29,7 +29,7 @@ def convolve(
         inputs = torch.cat([before, x[:, start:end].float()], 1)
         sums = (inputs.unfold(1, width, 1) * weight[:, None]).sum(-1)
         out[:, start:end] = silu(sums if bias is None else sums + bias[:, None])
-        conv_states[slot] = inputs[:, -(width - 1) :]
+        conv_states[slot] = inputs[:, -(width - 1) :].to(conv_states.dtype)
     return out
 
 
@@ -40,7 +40,7 @@ def convolve_token(
     slots = conv_state_indices.long()
     inputs = torch.cat([states[slots].float(), x[:, :, None].float()], -1)
     sums = (inputs * weight).sum(-1)
-    states[slots] = inputs[..., 1:]
+    states[slots] = inputs[..., 1:].to(states.dtype)
     return silu(sums if bias is None else sums + bias)
 
 
