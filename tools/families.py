@@ -25,7 +25,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "engines"))
 from environments import megatron_release
 from tiny_families import FAMILIES, YARN, write_family
 
@@ -112,7 +111,9 @@ def measure_model(name: str) -> Row:
 
 def measure_releases(name: str) -> Row:
     model = write_family(Path("models") / name, name)
-    return {"megatron-core": version("megatron-core"), "computes": _cell(_computes, model)}
+    import megatron.core
+
+    return {"megatron-core": megatron.core.__version__, "computes": _cell(_computes, model)}
 
 
 def _cell(measure: Callable[[Path], Any], model: Path) -> Any:
@@ -193,7 +194,6 @@ def _replay(model: Path) -> Row | None:
     """R3: routes of a transformers engine with other weights. R2: Megatron's own, after a change of its weights."""
     import torch
     from local_engines import local_engine
-    from rollout_oracle import make_requests
     from tiny_world import batch_of, config, local_routes, micro_batches, policy_of, safetensors_of
 
     from megarl.engines.protocol import SamplingParams
@@ -205,8 +205,7 @@ def _replay(model: Path) -> Row | None:
         return None
     engine = local_engine(model)
     engine.update_weights(_changed(safetensors_of(model)), 1)
-    requests = [replace(one, prompt_tokens=one.prompt_tokens % 30) for one in make_requests(4, copies=2)]
-    batch = batch_of(engine.generate(requests, SamplingParams(max_response_tokens=8)))
+    batch = batch_of(engine.generate(_requests(4), SamplingParams(max_response_tokens=8)))
     micros = micro_batches(settings, batch)
     routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
     passes = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
@@ -230,6 +229,18 @@ def _replay(model: Path) -> Row | None:
     r2, *r2_rows = shares(recording.routes, recording)
     is_right = r3.is_right and r2.is_right and min(r3_rows[1], r2_rows[1]) > 0
     return {"r3": r3_rows, "r2": r2_rows, "native": native, "is_right": is_right}
+
+
+def _requests(num_prompts: int) -> list[Any]:
+    """Two samples for each of some prompts of 5 to 12 tokens."""
+    import numpy as np
+
+    from megarl.core.types import SampleRequest
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 30, rng.integers(5, 13), dtype=np.int32) for _ in range(num_prompts)]
+    places = [(group, sample) for group in range(num_prompts) for sample in (0, 1)]
+    return [SampleRequest(prompts[group], group, sample, seed=1000 * group + sample) for group, sample in places]
 
 
 def _zero(_: int, batch: Any, *__: Any) -> tuple[Any, None, dict[str, Any]]:
@@ -268,7 +279,6 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
     """The folder that megarl exported, by a real server, before and after an update of the weights."""
     import torch
     from local_engines import local_engine
-    from rollout_oracle import make_requests
     from tiny_world import config, policy_of, safetensors_of
 
     from megarl.config.tables.rollout import SGLangConfig
@@ -299,16 +309,13 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
         extra_args=served.arguments,
     )  # fmt: skip
     settings = SGLangConfig(checksums=False, deadline_s=1200.0, attempts=1)
-    requests = [
-        replace(one, prompt_tokens=one.prompt_tokens % 30)
-        for one in make_requests(served.prompts, copies=2, lengths=(5, 12))
-    ]
+    requests = _requests(served.prompts)
     params = SamplingParams(max_response_tokens=served.tokens, return_routed_experts=has_experts)
     try:
         with Server(spec) as server:
             server.wait_ready(SERVER_START_S)
             _require_answer(server.url)
-            fleet = Fleet(urls=[server.url], source=folder, settings=settings, api_key="key")
+            fleet = Fleet(urls=[server.url], source=folder, settings=settings, api_key="key", routes=has_experts)
             form = WeightForm(torch.float32)
             engine = SGLangEngine(fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=form)
             weights = safetensors_of(folder)
@@ -324,7 +331,8 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
                 cells[step] = _differences(local, engine.generate(requests, params))
             engine.close()
     except RolloutError as error:
-        raise RolloutError(_reason(log.read_text(errors="replace")) or str(error)) from error
+        said = str(error).partition("the last: ")[2] or str(error)
+        raise RolloutError(_reason(log.read_text(errors="replace")) or said.partition(". ")[0]) from error
     bounds, least = SERVER_BOUNDS
     is_right = all(mean <= bounds and (sets is None or sets >= least) for mean, sets in cells.values())
     return cells | {"is_right": is_right}
@@ -365,22 +373,24 @@ def _differences(local: Any, rollouts: Sequence[Any]) -> tuple[float, float | No
         tokens = torch.from_numpy(rollout.tokens.astype(np.int64))
         with torch.no_grad(), local._recorder.recording():
             logits = local._model(tokens[None], use_cache=False).logits[0]
-            if has_routes := rollout.routed_experts is not None:
+            if rollout.routed_experts is not None:
                 local._recorder.end_pass(len(tokens))
                 rows = np.sort(local._recorder.take(), -1) == np.sort(rollout.routed_experts, -1)
                 is_same.append(rows.all(-1)[rollout.routed_mask].ravel())
         logprobs = logits.float().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
         errors.append(np.abs(logprobs - rollout.rollout_logprobs[1:])[rollout.loss_mask[1:]])
-    return float(np.concatenate(errors).mean()), float(np.concatenate(is_same).mean()) if has_routes else None
+    return float(np.concatenate(errors).mean()), float(np.concatenate(is_same).mean()) if is_same else None
 
 
 _ERROR = re.compile(r"^(?:\w+\.)*(?:\w*Error|\w*Exception): .*|^\w*Error$", re.MULTILINE)
 
 
 def _reason(log: str) -> str:
-    """The first error of a server's output, and where it was raised."""
-    if (error := _ERROR.search(log)) is None:
+    """The last error of a server's output, which ended it, and where it was raised."""
+    errors = [error for error in _ERROR.finditer(log) if "ConnectionError" not in error[0]]
+    if not errors:
         return ""
+    error = errors[-1]
     places = re.findall(r'File "(\S+)", line \d+, in (\w+)', log[: error.start()])
     file, function = next(((f, n) for f, n in reversed(places) if "sglang" in f), places[-1] if places else ("", ""))
     return f"{error[0][:220].strip()} (`{Path(file).name}`, `{function}`)"

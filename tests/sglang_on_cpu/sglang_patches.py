@@ -1,8 +1,8 @@
 """Puts kernels of sglang_kernels.py where SGLang has none for CPUs; a server imports this module last."""
 
 import sglang_kernels
-from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
-from sglang.srt.models import minimax_m2
+from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated  # type: ignore[import-not-found]
+from sglang.srt.models import minimax_m2  # type: ignore[import-not-found]
 
 fused_norm_gate._use_cpu = layernorm_gated._use_cpu = True
 minimax_m2.rms_sumsq_serial = sglang_kernels.sum_squares
