@@ -340,24 +340,24 @@ def copy_model_files(
     target: Path,
     dtype: torch.dtype | None,
     quantization: Mapping[str, Any] | None = None,
-    predicts: bool = False,
+    is_whole: bool = False,
 ) -> None:
     """Copy config, tokenizer and code, with dtype and quantisation of the new weights in the config.
 
     Of a text model inside a larger model, the rest of the larger model is copied too, and enters the index of
-    ``target``. predicts: the new checkpoint has the prediction layers. CheckpointError if the rest is absent.
+    ``target``; CheckpointError if it is absent. is_whole: the new checkpoint has it already, and prediction layers.
     """
     for file in model_files(source):
         if file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
-    if family_entry(str(config.get("model_type")), "beside"):
+    if not is_whole and family_entry(str(config.get("model_type")), "beside"):
         _copy_beside_text(source, target)
     for table in (config, config.get("text_config") or {}):
         for key in QUANTIZATION:
             table.pop(key, None)
         # Otherwise engines would look for missing tensors.
-        for key in () if predicts else _PREDICTION_LAYERS:
+        for key in () if is_whole else _PREDICTION_LAYERS:
             if table.get(key):
                 table[key] = 0
     if dtype is not None:

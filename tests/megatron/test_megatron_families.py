@@ -23,6 +23,7 @@ from torch_dist_weights import read_weights
 
 from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import Options
+from megarl.convert.quantization import quantize
 from megarl.engines.weights import checkpoint_shapes
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files import hf_config
@@ -123,7 +124,7 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     assert checkpoint_shapes(folder) == hf_shapes(before)
 
 
-TOWER = {"vision_tower.patch.weight": torch.arange(6.0), "mm_projector.bias": torch.ones(2)}
+TOWER = {"vision_tower.patch.weight": torch.arange(6.0), "mm_projector.up_proj.weight": torch.eye(2)}
 
 
 def within_kimi_k25(text: Path, folder: Path) -> Path:
@@ -151,6 +152,12 @@ def test_the_text_part_of_kimi_k25_is_kimi_k2_and_its_tower_stays(
     stored, back = safetensors_of(source, True), safetensors_of(tmp_path / "back", True)
     assert {*TOWER} < {*stored} == {*back}
     assert all(torch.equal(back[name], tensor) for name, tensor in stored.items())
+
+    quantize(source, tmp_path / "fp8", Options())
+    stored8 = safetensors_of(tmp_path / "fp8", True)
+    assert all(torch.equal(stored8[name], tensor) for name, tensor in TOWER.items())
+    with HFCheckpoint(tmp_path / "fp8") as fp8:
+        assert fp8.names() == {*stored}
 
     policy = policy_of(config(source, {}))
     save_hf(policy.chunks, policy.shape, source, tmp_path / "live")

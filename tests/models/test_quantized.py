@@ -268,5 +268,5 @@ def test_blocks_of_a_config() -> None:
     assert read_weight_block({"quantization_config": INT4}) == (1, 32)
     groups = {"config_groups": {"experts": INT4["config_groups"]["group_0"], **CHANNEL["config_groups"]}}
     assert read_weight_block({"quantization_config": {**INT4, **groups}}) is None
-    assert read_weight_block({"quantization_config": WHOLE}) is read_weight_block({"quantization_config": CHANNEL}) is None
-    assert read_weight_block({}) is None
+    for without in ({"quantization_config": WHOLE}, {"quantization_config": CHANNEL}, {}):
+        assert read_weight_block(without) is None
