@@ -93,7 +93,12 @@ def test_a_family_computes_the_same_in_every_layout(
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    "case", [one_of(case(2, ROUND_TRIP, EXPERT_LAYOUTS[name], model=name)) for name in NEW], ids=str
+    "case",
+    [
+        *(one_of(case(2, ROUND_TRIP, EXPERT_LAYOUTS[name], model=name)) for name in NEW),
+        case(2, ROUND_TRIP, "ep2", model="gpt_oss", gather_bytes=1),  # an expert of each rank at a time
+    ],
+    ids=str,
 )
 def test_live_weights_are_exported_bit_for_bit(case: Case, outcome: dict[str, Any]) -> None:
     assert outcome["different"] == []
