@@ -19,7 +19,9 @@ from megarl.convert.job import ConversionJob, Options, require_unchanged, same_b
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
+from megarl.files.hf_config import family_entry
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
+from megarl.models.hf_folder import read_json
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 
@@ -51,6 +53,7 @@ def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
             copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
         written = MegatronCheckpoint(job.folder, shape)
         job.verify(units, lambda piece: _changed_tensors(piece, hf, written, options))
+        _verify_beside(job, source, job.folder / HF_FOLDER)
         about = {"family": shape.family, "keys": asdict(keys), "dropped": dropped}
         return job.publish(to="megatron", bytes=num_bytes, **about)
 
@@ -88,6 +91,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     with HFCheckpoint(job.folder) as hf:
         check_tensors(hf, hf_shapes(shape))
         job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
+        _verify_beside(job, model, job.folder)
     about = {"family": shape.family, "keys": asdict(megatron.keys), "dropped": megatron.dropped}
     return job.publish(to="hf", bytes=sum(lengths), **about)
 
@@ -142,6 +146,14 @@ def _changed_parameter(piece: Piece, written: HFCheckpoint, source: MegatronChec
     expected = expected[: source.shape.vocab_size] if piece.rule.layout == "vocab" else expected
     is_same = same_bits(inverted, expected.to(options.dtype_of(piece.rule.hf[0], expected.dtype)))
     return [] if is_same else [source.keys.place(piece, source.shape).key]
+
+
+def _verify_beside(job: ConversionJob, source: Path, written: Path) -> None:
+    """Compare the copied parts beside a text model with the source."""
+    if family_entry(str(read_json(source / "config.json").get("model_type")), "beside"):
+        with HFCheckpoint(source) as hf, HFCheckpoint(written) as copy:
+            names = hf.names_beside_text()
+            job.verify([names], lambda name: [] if same_bits(copy.read(name), hf.read(name)) else [name])
 
 
 def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:

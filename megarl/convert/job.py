@@ -25,7 +25,8 @@ from megarl.models.hf_files import MANIFEST, save_tensors, write_index
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
 
-_WRITTEN = (*outputs.HF_FILES, "__*_0.distcp", ".metadata*", "metadata.json", "common.pt", MANIFEST)
+_MODEL = (*outputs.HF_FILES, *(f"*/{name}" for name in outputs.HF_FILES))
+_WRITTEN = (*_MODEL, "__*_0.distcp", ".metadata*", "metadata.json", "common.pt", MANIFEST)
 """Names of the files that a conversion makes, without the copies from the model's folder."""
 T = TypeVar("T")
 
@@ -151,9 +152,9 @@ class ConversionJob:
 
     def publish(self, **manifest: Any) -> dict[str, Any]:
         """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of its files of weights; return both."""
-        files = sorted(path for path in self.folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
+        files = sorted(path for path in self.folder.rglob("*") if path.suffix in (".safetensors", ".distcp"))
         with self.writing():
-            manifest["sha256"] = {file.name: sha256_of(file) for file in files}
+            manifest["sha256"] = {file.relative_to(self.folder).as_posix(): sha256_of(file) for file in files}
             write_atomically(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
             outputs.seal(self.folder)
             self._require_free(f"has appeared meanwhile; {self.folder} is whole: rename one")

@@ -109,15 +109,12 @@ class Keys:
         is_linear = leaf.startswith("linear_") or leaf in ("in_proj", "out_proj")
         if is_whole or leaf in _STATELESS or not (is_linear or self.layers == "te"):
             return []
-        indices, sizes = [place.index or (0,)], place.sizes or (1,)
-        if piece.rule.scope == "experts":  # each has one
-            indices = [(*place.index, expert) for expert in range(shape.num_experts)]
-            sizes = (*place.sizes, shape.num_experts)
-        shards = [f"shard_{'_'.join('.'.join(map(str, part)) for part in (index, sizes))}" for index in indices]
+        of_shard = (place.index or (0,), place.sizes or (1,))
+        shard = f"shard_{'_'.join('.'.join(map(str, part)) for part in of_shard)}"
         modules = [module]
         if self.layers == "te" and leaf == "linear_proj":
             modules.append(module.replace("linear_proj", "core_attention"))
-        return [f"{name}._extra_state/{shard}" for name in modules for shard in shards]
+        return [f"{name}._extra_state/{shard}" for name in modules]
 
 
 def units_of(shape: ModelShape) -> list[list[Piece]]:

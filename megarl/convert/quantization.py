@@ -13,7 +13,7 @@ Both hold the experts of a layer as a single module.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,15 @@ def _module_of(name: str) -> str:
     return experts[1] if experts else name.removesuffix(_WEIGHT)
 
 
-def select_tensors(tensors: Mapping[str, torch.Tensor], block: tuple[int, int]) -> tuple[set[str], dict[str, Any]]:
+def select_tensors(
+    tensors: Mapping[str, torch.Tensor], block: tuple[int, int], beside: Collection[str] = ()
+) -> tuple[set[str], dict[str, Any]]:
     """Return (names of the tensors that become FP8, ``quantization_config`` of the result); tensors without values.
 
-    Matrices [rows, columns] of projections become FP8. ConfigError for weights that cannot be quantised, and for names
-    that engines would confuse.
+    Matrices [rows, columns] of projections become FP8, apart from tensors ``beside`` the text model. ConfigError for
+    weights that cannot be quantised, and for names that engines would confuse.
     """
-    quantized = {name for name, tensor in tensors.items() if tensor.dim() == 2 and is_fp8_weight(name)}
+    quantized = {name for name, tensor in tensors.items() if tensor.dim() == 2 and is_fp8_weight(name)} - {*beside}
     if not quantized:
         raise ConfigError("no linear weight is left to be quantised: the model has none")
     if integers := [f"{name} ({t.dtype})" for name, t in tensors.items() if name in quantized and t.dtype not in _HIGH]:
@@ -80,7 +82,7 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     hf = HFCheckpoint(source)
     require_unchanged(source)
     tensors = {name: torch.empty(hf.shape(name), dtype=hf.dtype(name), device="meta") for name in hf.names()}
-    quantized, config = select_tensors(tensors, options.block)
+    quantized, config = select_tensors(tensors, options.block, hf.names_beside_text())
     sizes = [_num_bytes(t, options.block) if name in quantized else t.nbytes for name, t in tensors.items()]
     shards = pack_shards([*tensors], sizes, options.shard_bytes)
 
@@ -96,7 +98,7 @@ def quantize(source: Path, out: Path, options: Options) -> None:
         return dict(zip((name, name + SCALE), quantize_fp8(content, options.block), strict=True))
 
     job = ConversionJob(out, source, source, options)
-    copy = partial(copy_model_files, source, job.folder, None, config, predicts=True)
+    copy = partial(copy_model_files, source, job.folder, None, config, is_whole=True)
     job.write_shards(shards, sum(sizes), encode, copy)
     with HFCheckpoint(job.folder) as written:
 

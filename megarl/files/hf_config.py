@@ -217,7 +217,9 @@ def read_weight_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     method, block, weights = table.get("quant_method"), table.get("weight_block_size"), _compressed_weights(table)
     readable = method in ("fp8", "mxfp8", "mxfp4") and table.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
     if method == "compressed-tensors" and weights:
-        readable, block = True, weights[0].get("block_structure")
+        sizes = ((each.get("block_structure"), each.get("group_size") or 0) for each in weights)
+        blocks = [block or ([1, size] if size > 0 else None) for block, size in sizes]
+        readable, block = True, blocks[0] if blocks.count(blocks[0]) == len(blocks) else None
     is_block = isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) >= 1
     if not readable or not (block is None or is_block):
         raise ConfigError(

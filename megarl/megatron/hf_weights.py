@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -153,22 +154,20 @@ def export_hf(
     for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
         groups = experts if rule.scope in ("expert", "experts") else dense
-        gathered = _gather(piece, rule, entries, groups, receive)
-        tensors = ((names, LAYOUTS[piece.layout].join(shards, shape)) for names, shards in gathered)
+        gathered = _gather(piece, entries, groups, receive)
+        of_experts = ((expert, LAYOUTS[piece.layout].join(shards, shape)) for expert, shards in gathered)
         if rule.scope == "experts":
-            tensors = _join_experts(tensors)
-        for names, joined in tensors:
-            yield from zip(names, joined, strict=True)
+            of_experts = _join_experts(of_experts)
+        for expert, tensors in of_experts:
+            yield from zip(rule.hf_names(piece.order[0], expert), tensors, strict=True)
 
 
 def _join_experts(
-    tensors: Iterable[tuple[list[str], Sequence[torch.Tensor]]],
-) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Yield the tensors [E, ...] of all experts of a layer; nothing on ranks that receive nothing."""
-    of_experts = list(tensors)
-    if of_experts:
-        names = of_experts[0][0]
-        yield names, [torch.cat(parts) for parts in zip(*(joined for _, joined in of_experts), strict=True)]
+    of_experts: Iterable[tuple[int, Sequence[torch.Tensor]]],
+) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Yield the tensors [E, ...] of all experts of a layer, which come in any order; nothing without experts."""
+    if in_order := [tensors for _, tensors in sorted(of_experts, key=itemgetter(0))]:
+        yield 0, [torch.cat(parts) for parts in zip(*in_order, strict=True)]
 
 
 def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
@@ -183,11 +182,14 @@ def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
 
 
 def _gather(
-    piece: _Piece, rule: Rule, entries: list[Placed], groups: Sequence[dist.ProcessGroup], receive: bool
-) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Yield (Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the receiving ranks."""
+    piece: _Piece, entries: list[Placed], groups: Sequence[dist.ProcessGroup], receive: bool
+) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Yield (expert, shards of all tensor-parallel ranks) of each parameter, on the receiving ranks.
+
+    Experts come in the order of the gathers, each of which has some experts of every rank.
+    """
     if all(group.size() == 1 for group in groups):  # without gathering there is no copy
-        yield from ((entry.hf_names, [entry.tensor.detach()]) for entry in entries if receive)
+        yield from ((entry.expert, [entry.tensor.detach()]) for entry in entries if receive)
         return
     *inner, pipeline = groups
     sizes = [group.size() for group in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
@@ -206,8 +208,8 @@ def _gather(
         if not receive:
             continue
         for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_expert)):
-            for offset, expert in enumerate(shards.unbind(1), rank * num_local + first):
-                yield rule.hf_names(piece.order[0], offset), list(expert)
+            for expert, of_ranks in enumerate(shards.unbind(1), rank * num_local + first):
+                yield expert, list(of_ranks)
 
 
 def save_hf(

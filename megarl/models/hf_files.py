@@ -28,7 +28,7 @@ from megarl.files.hf_config import (
 )
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
-from megarl.models.quantized import dequantize, describe_misfit, pair_codes, shape_of_weight
+from megarl.models.quantized import FLOATS, SCALES, dequantize, describe_misfit, pair_codes, shape_of_weight
 
 MANIFEST = "conversion.json"
 """A conversion's file with checksums, and with the names of left-out tensors."""
@@ -166,17 +166,19 @@ class HFCheckpoint:
         codes, scales = self._codes.get(name, (name, ""))
         stored = self._slice(codes).get_dtype()
         if not scales:
-            if stored not in ("F64", "F32", "F16", "BF16"):
+            if stored not in FLOATS:
                 expected = "weights in 16 bits or more, or codes with scales and a quantization_config that says so"
                 raise CheckpointError(f"{self._files[name]}: {name} has dtype {stored}, expected {expected}")
             return
         shape, found = self._stored_shape(name), tuple(self._slice(scales).get_shape())
         rows = (*shape[:-2], *shape[:-3:-1]) if stored == "U8" else shape  # MXFP4 is transposed
+        if (kind := self._slice(scales).get_dtype()) not in SCALES.get(stored, FLOATS):
+            raise CheckpointError(f"{self._files[codes]}: {scales} is {kind}, expected {SCALES.get(stored, FLOATS)}")
         if expected := describe_misfit(rows, found, self._block_of(codes)):
             raise CheckpointError(f"{self._files[codes]}: {scales} is {found}, expected {expected}")
 
     def _block_of(self, codes: str) -> tuple[int, int] | None:
-        return self._block if self._slice(codes).get_dtype() == "F8_E4M3" else None
+        return (1, 32) if self._slice(codes).get_dtype() in ("U8", "I8") else self._block
 
     def _slice(self, name: str) -> Any:
         return self._handle(self._files[name]).get_slice(name)
@@ -338,24 +340,24 @@ def copy_model_files(
     target: Path,
     dtype: torch.dtype | None,
     quantization: Mapping[str, Any] | None = None,
-    predicts: bool = False,
+    is_whole: bool = False,
 ) -> None:
     """Copy config, tokenizer and code, with dtype and quantisation of the new weights in the config.
 
     Of a text model inside a larger model, the rest of the larger model is copied too, and enters the index of
-    ``target``. predicts: the new checkpoint has the prediction layers. CheckpointError if the rest is absent.
+    ``target``; CheckpointError if it is absent. is_whole: the new checkpoint has it already, and prediction layers.
     """
     for file in model_files(source):
         if file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
-    if family_entry(str(config.get("model_type")), "beside"):
+    if not is_whole and family_entry(str(config.get("model_type")), "beside"):
         _copy_beside_text(source, target)
     for table in (config, config.get("text_config") or {}):
         for key in QUANTIZATION:
             table.pop(key, None)
         # Otherwise engines would look for missing tensors.
-        for key in () if predicts else _PREDICTION_LAYERS:
+        for key in () if is_whole else _PREDICTION_LAYERS:
             if table.get(key):
                 table[key] = 0
     if dtype is not None:

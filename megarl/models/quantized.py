@@ -21,6 +21,9 @@ from megarl.core.fp8 import dequantize_fp8, grid_of
 
 CODES = ("F8_E4M3", "U8", "I8", "I32")
 """safetensors' names of the dtypes of codes."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+SCALES = {"F8_E4M3": (*FLOATS, "F8_E8M0", "U8"), "U8": ("U8", "F8_E8M0"), "I8": (*FLOATS, "F8_E8M0", "U8")}
+"""dtype of codes -> dtypes that their scales may have; ``FLOATS`` for others."""
 _OF_INPUTS = re.compile(r".*([._](input|activation)|\.[kv])_scale|.*\.weight_shape")
 """Calibrated scales of activations and caches, and shapes that the codes have too."""
 

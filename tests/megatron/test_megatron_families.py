@@ -23,6 +23,7 @@ from torch_dist_weights import read_weights
 
 from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import Options
+from megarl.convert.quantization import quantize
 from megarl.engines.weights import checkpoint_shapes
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files import hf_config
@@ -92,7 +93,12 @@ def test_a_family_computes_the_same_in_every_layout(
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    "case", [one_of(case(2, ROUND_TRIP, EXPERT_LAYOUTS[name], model=name)) for name in NEW], ids=str
+    "case",
+    [
+        *(one_of(case(2, ROUND_TRIP, EXPERT_LAYOUTS[name], model=name)) for name in NEW),
+        case(2, ROUND_TRIP, "ep2", model="gpt_oss", gather_bytes=1),  # an expert of each rank at a time
+    ],
+    ids=str,
 )
 def test_live_weights_are_exported_bit_for_bit(case: Case, outcome: dict[str, Any]) -> None:
     assert outcome["different"] == []
@@ -123,7 +129,7 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     assert checkpoint_shapes(folder) == hf_shapes(before)
 
 
-TOWER = {"vision_tower.patch.weight": torch.arange(6.0), "mm_projector.bias": torch.ones(2)}
+TOWER = {"vision_tower.patch.weight": torch.arange(6.0), "mm_projector.up_proj.weight": torch.eye(2)}
 
 
 def within_kimi_k25(text: Path, folder: Path) -> Path:
@@ -146,11 +152,19 @@ def test_the_text_part_of_kimi_k25_is_kimi_k2_and_its_tower_stays(
     assert dataclasses.replace(shape, family=text.family) == text
     assert checkpoint_shapes(source) == hf_shapes(shape)
 
-    to_megatron(source, tmp_path / "megatron", Options(layers="local"))
+    for _ in range(2):
+        made = to_megatron(source, tmp_path / "megatron", Options(layers="local", overwrite=True))
+    assert "huggingface/model-beside-text.safetensors" in made["sha256"]
     to_hf(tmp_path / "megatron", tmp_path / "back", None, Options())
     stored, back = safetensors_of(source, True), safetensors_of(tmp_path / "back", True)
     assert {*TOWER} < {*stored} == {*back}
     assert all(torch.equal(back[name], tensor) for name, tensor in stored.items())
+
+    quantize(source, tmp_path / "fp8", Options())
+    stored8 = safetensors_of(tmp_path / "fp8", True)
+    assert all(torch.equal(stored8[name], tensor) for name, tensor in TOWER.items())
+    with HFCheckpoint(tmp_path / "fp8") as fp8:
+        assert fp8.names() == {*stored}
 
     policy = policy_of(config(source, {}))
     save_hf(policy.chunks, policy.shape, source, tmp_path / "live")

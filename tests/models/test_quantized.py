@@ -55,9 +55,8 @@ def by_bits(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     words = codes.numpy().view(np.uint32)
     values = np.stack([(words >> np.uint32(4 * i)) & np.uint32(15) for i in range(8)], -1).astype(np.float32) - 8
     values = values.reshape(len(words), -1)
-    return torch.from_numpy(
-        values * np.repeat(scales.float().numpy(), values.shape[1] // scales.shape[1], 1)
-    ).bfloat16()
+    spread = np.repeat(scales.float().numpy(), 32, 1)[:, : values.shape[1]]
+    return torch.from_numpy(values * spread).bfloat16()
 
 
 def e8m0(*shape: int) -> torch.Tensor:
@@ -136,6 +135,13 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, torch.Tensor], tuple[str,
         ("x.weight_scale", random(4, 2).bfloat16()),
         by_bits,
     ),
+    "INT4 with a small last group": (
+        INT4,
+        "x.weight",
+        ("x.weight_packed", octets(4, 6 * 4).view(torch.int32)),
+        ("x.weight_scale", random(4, 2).bfloat16()),
+        by_bits,
+    ),
     "mxfp4": (
         {"quant_method": "mxfp4"},
         "mlp.experts.gate_up_proj",
@@ -167,10 +173,12 @@ def test_a_weight_has_the_bits_of_transformers(case: str, tmp_path: Path) -> Non
             rows = slice(index, index + 1)
             assert torch.equal(hf.read(name, rows).view(torch.int16), expected[rows].view(torch.int16))
     small = codes[1][:, :-1] if codes[1].dim() == 2 and scales[1].numel() > 8 else codes[1]
-    for wrong in ({}, {scales[0]: random(5, 7, 5)}):
+    shape = torch.ones(5, 7, 5, dtype=scales[1].dtype if scales[1].dtype == torch.uint8 else torch.float32)
+    problem = r"is \(5, 7, 5\), expected|has dtype .*, expected weights in 16|scale\w* is I64, expected"
+    for wrong in ({}, {scales[0]: shape}, {scales[0]: scales[1].long()}):
         with HFCheckpoint(write(tmp_path, {codes[0]: small.contiguous(), **wrong}, quantization)) as hf:
             (found,) = hf.names()
-            with pytest.raises(CheckpointError, match=r"is \(5, 7, 5\), expected|has dtype .*, expected weights in 16"):
+            with pytest.raises(CheckpointError, match=problem):
                 hf.check_values(found)
 
 
@@ -257,5 +265,8 @@ def test_blocks_of_a_config() -> None:
     block = {"strategy": "block", "block_structure": [128, 64]}
     found = compressed("float", 8, "float-quantized", **block)
     assert read_weight_block({"text_config": {"quantization_config": found}}) == (128, 64)
-    assert read_weight_block({"quantization_config": WHOLE}) is read_weight_block({"quantization_config": INT4}) is None
-    assert read_weight_block({}) is None
+    assert read_weight_block({"quantization_config": INT4}) == (1, 32)
+    groups = {"config_groups": {"experts": INT4["config_groups"]["group_0"], **CHANNEL["config_groups"]}}
+    assert read_weight_block({"quantization_config": {**INT4, **groups}}) is None
+    for without in ({"quantization_config": WHOLE}, {"quantization_config": CHANNEL}, {}):
+        assert read_weight_block(without) is None
