@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron"))
 from environments import megatron_release
+from family_proofs import changed, make_prompts, prove_replay
 from tiny_families import FAMILIES, YARN, write_family
 
 Row = dict[str, Any]
@@ -108,7 +109,7 @@ def measure_model(name: str) -> Row:
     model = write_family(Path("models") / name, name)
     for cell, measure in (("config", _config), ("plan", _plan), ("convert", _convert)):
         row[cell] = _cell(measure, model)
-    return row | {"computes": _cell(_computes, model), "replay": _cell(_replay, model)}
+    return row | {"computes": _cell(_computes, model), "replay": _cell(prove_replay, model)}
 
 
 def measure_releases(name: str) -> Row:
@@ -192,70 +193,6 @@ def _computes(model: Path) -> Row:
     return row if is_right else row | {"worst": worst}
 
 
-def _replay(model: Path) -> Row | None:
-    """R3: routes of a transformers engine with other weights. R2: Megatron's own, after a change of its weights."""
-    import torch
-    from local_engines import local_engine
-    from tiny_world import batch_of, config, local_routes, micro_batches, policy_of, safetensors_of
-
-    from megarl.engines.protocol import SamplingParams
-    from megarl.megatron.passes.forward import run
-    from megarl.verify import RoutingWatch
-
-    policy = policy_of(settings := config(model, train__replay="r3"))
-    if policy.replay is None or not policy.shape.moe_layers:
-        return None
-    engine = local_engine(model)
-    engine.update_weights(_changed(safetensors_of(model)), 1)
-    batch = batch_of(engine.generate(_requests(4), SamplingParams(max_response_tokens=8)))
-    micros = micro_batches(settings, batch)
-    routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
-    passes = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
-
-    def shares(expected: Sequence[Any], replayed: Any = None) -> Any:
-        with RoutingWatch(policy.chunks, most_rows=None) as watch, policy.replay.replay(replayed or expected):
-            run(policy.chunks, micros, **passes, coefficients=_zero)
-        report = watch.report(expected)
-        return report, int(report.right.sum()), int(report.compared.sum())
-
-    with RoutingWatch(policy.chunks, most_rows=None) as watch:
-        run(policy.chunks, micros, **passes)
-    native = watch.report(routes).right_share
-    r3, *r3_rows = shares(routes)
-    with policy.replay.record() as recording:
-        run(policy.chunks, micros, **passes)
-    with torch.no_grad():
-        for chunk in policy.chunks:
-            for _, parameter in sorted(chunk.named_parameters()):
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
-    r2, *r2_rows = shares(recording.routes, recording)
-    is_right = r3.is_right and r2.is_right and min(r3_rows[1], r2_rows[1]) > 0
-    return {"r3": r3_rows, "r2": r2_rows, "native": native, "is_right": is_right}
-
-
-def _requests(num_prompts: int) -> list[Any]:
-    """Two samples for each of some prompts of 5 to 12 tokens."""
-    import numpy as np
-
-    from megarl.core.types import SampleRequest
-
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 30, rng.integers(5, 13), dtype=np.int32) for _ in range(num_prompts)]
-    places = [(group, sample) for group in range(num_prompts) for sample in (0, 1)]
-    return [SampleRequest(prompts[group], group, sample, seed=1000 * group + sample) for group, sample in places]
-
-
-def _zero(_: int, batch: Any, *__: Any) -> tuple[Any, None, dict[str, Any]]:
-    return batch.advantages * 0, None, {}
-
-
-def _changed(tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    return ((name, tensor + 0.1 * torch.randn(tensor.shape, generator=generator)) for name, tensor in tensors.items())
-
-
 def measure_server(name: str) -> Row:
     served = SERVED.get(name, Served())
     model = write_family(Path("hf") / name, name, **served.sizes)
@@ -311,7 +248,7 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
         extra_args=served.arguments,
     )  # fmt: skip
     settings = SGLangConfig(checksums=False, deadline_s=1200.0, attempts=1)
-    requests = _requests(served.prompts)
+    requests = make_prompts(served.prompts)
     params = SamplingParams(max_response_tokens=served.tokens, return_routed_experts=has_experts)
     try:
         with Server(spec) as server:
@@ -322,7 +259,7 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
             engine = SGLangEngine(fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=form)
             weights = safetensors_of(folder)
             cells = {}
-            for step, tensors in (("loaded", weights), ("updated", dict(_changed(weights)))):
+            for step, tensors in (("loaded", weights), ("updated", dict(changed(weights)))):
                 if step == "updated":
                     engine.update_weights(tensors.items(), 1)
                 else:  # the weights that the server has read itself have no version yet

@@ -12,6 +12,7 @@ from typing import Any
 import cases_training
 import pytest
 import torch
+from family_proofs import prove_replay
 from local_engines import local_engine
 from ranks import Case, case, slow
 from safetensors.torch import save_file
@@ -117,6 +118,17 @@ def test_acceptance_a_chain_of_layouts_gives_back_every_bit(case: Case, outcome:
 def test_the_map_knows_every_tensor_and_its_shape(model: str, models: dict[str, Path]) -> None:
     stored = {name: tuple(tensor.shape) for name, tensor in safetensors_of(models[model]).items()}
     assert hf_shapes(read_shape(models[model])) == stored
+
+
+@pytest.mark.parametrize("model", [name for name, (kind, _) in FAMILIES.items() if kind not in DENSE])
+def test_routes_of_an_engine_and_of_an_earlier_pass_are_replayed_with_the_proof(
+    model: str, in_model_folder: None, models: dict[str, Path]
+) -> None:
+    proof = prove_replay(models[model])
+    assert proof is not None
+    assert proof["is_right"], proof
+    assert proof["r3"][0] == proof["r3"][1] > 200
+    assert proof["native"] < 0.9  # the engine's weights are others
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
