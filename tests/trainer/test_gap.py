@@ -12,6 +12,7 @@ import pytest
 import tomli_w
 import torch
 from tampered_engine import FROM_VERSION
+from tiny_families import write_family
 from transformers import AutoModelForCausalLM
 
 from megarl import cli
@@ -75,11 +76,18 @@ def test_precisions_of_a_moe_and_what_replay_removes(home: Path, capsys: pytest.
 
 
 def test_latents_are_not_rounded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = replace(read_shape(home / "moe"), fields={"multi_latent_attention": True})
+    shape = read_shape(home / "moe")
+    shape = replace(shape, fields={**shape.fields, "multi_latent_attention": True})
     monkeypatch.setattr(gap, "read_shape", lambda _: shape)
     names = [name for name, _, _ in gap._pairs(parse(table(home)))]
     assert "fp8" in names
     assert "fp8 with cache" not in names
+
+
+def test_matrices_of_unknown_precision_are_sampled_without_fp8(home: Path, tmp_path: Path) -> None:
+    model = write_family(tmp_path / "model", "gpt_oss")
+    settings = parse({**table(home), "model": {"path": str(model), "dtype": "fp32"}})
+    assert gap._pairs(settings) == [("fp32", "fp32", True), ("bf16", "fp32", False)]
 
 
 def test_the_gap_is_that_of_transformers(home: Path) -> None:
