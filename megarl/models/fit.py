@@ -6,13 +6,21 @@ from pathlib import Path
 from megarl.config import Config
 from megarl.config.refusals.model import for_model, for_reference
 from megarl.config.tables.base import refuse
+from megarl.core.fp8 import is_known_precision
 from megarl.core.replay_blockers import replay_blockers
+from megarl.models.names import hf_shapes
 from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
     """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values."""
-    refuse(for_model(config, shape, can_compare(config, shape)))
+    unknown = unknown_precisions(shape) if config.rollout.fp8_rounding else []
+    refuse(for_model(config, shape, can_compare(config, shape), unknown))
+
+
+def unknown_precisions(shape: ModelShape) -> list[str]:
+    """The matrices of a checkpoint that FP8 engines are not known to hold in FP8 or in high precision."""
+    return [name for name, size in hf_shapes(shape).items() if len(size) > 1 and not is_known_precision(name)]
 
 
 def check_reference(path: str | Path, policy: ModelShape) -> None:
