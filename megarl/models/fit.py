@@ -5,14 +5,28 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.config.refusals.model import for_model, for_reference
-from megarl.config.tables.base import refuse
+from megarl.config.tables.base import refuse, row
 from megarl.core.replay_blockers import replay_blockers
+from megarl.errors import some
 from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
-    """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values."""
+    """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values, and for FP8
+    engines of a model with matrices of which megarl does not know whether engines hold them in FP8."""
     refuse(for_model(config, shape, can_compare(config, shape)))
+    keys = {"sglang.fp8": config.sglang.fp8, "rollout.fp8_rounding": config.rollout.fp8_rounding}
+    for key in (key for key, is_set in keys.items() if is_set):
+        unknown = _matrices_of_unknown_precision(shape)
+        refuse([row("fp8_unknown", unknown, key=key, family=shape.family, matrices=some(unknown))])
+
+
+def _matrices_of_unknown_precision(shape: ModelShape) -> list[str]:
+    from megarl.core.fp8 import is_known_precision  # torch
+    from megarl.models.names import rules_of
+
+    tensors = ((name, dims) for rule in rules_of(shape) for name, dims in zip(rule.hf, rule.dims, strict=True))
+    return [name for name, dims in tensors if " " in dims and not is_known_precision(name)]
 
 
 def check_reference(path: str | Path, policy: ModelShape) -> None:
