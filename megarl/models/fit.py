@@ -5,22 +5,29 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.config.refusals.model import for_model, for_reference
-from megarl.config.tables.base import refuse
-from megarl.core.fp8 import is_known_precision
+from megarl.config.tables.base import refuse, row
 from megarl.core.replay_blockers import replay_blockers
-from megarl.models.names import hf_shapes
+from megarl.errors import some
 from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
-    """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values."""
-    unknown = unknown_precisions(shape) if config.rollout.fp8_rounding else []
-    refuse(for_model(config, shape, can_compare(config, shape), unknown))
+    """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values, and for FP8
+    engines of a model with matrices of which megarl does not know whether engines hold them in FP8."""
+    refuse(for_model(config, shape, can_compare(config, shape)))
+    keys = {"sglang.fp8": config.sglang.fp8, "rollout.fp8_rounding": config.rollout.fp8_rounding}
+    for key in (key for key, is_set in keys.items() if is_set):
+        unknown = unknown_precisions(shape)
+        refuse([row("fp8_unknown", unknown, key=key, family=shape.family, matrices=some(unknown))])
 
 
 def unknown_precisions(shape: ModelShape) -> list[str]:
-    """The matrices of a checkpoint that FP8 engines are not known to hold in FP8 or in high precision."""
-    return [name for name, size in hf_shapes(shape).items() if len(size) > 1 and not is_known_precision(name)]
+    """Return the names of matrices that FP8 engines are not known to hold in FP8 or in high precision."""
+    from megarl.core.fp8 import is_known_precision  # torch
+    from megarl.models.names import rules_of
+
+    tensors = ((name, dims) for rule in rules_of(shape) for name, dims in zip(rule.hf, rule.dims, strict=True))
+    return [name for name, dims in tensors if " " in dims and not is_known_precision(name)]
 
 
 def check_reference(path: str | Path, policy: ModelShape) -> None:

@@ -3,7 +3,7 @@
 Amounts of memory are what `megarl plan` computes, in bytes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.root import Config, Layout
@@ -15,13 +15,12 @@ if TYPE_CHECKING:  # the configuration is below the models
 GIB = 2**30
 
 
-def for_model(config: Config, shape: "ModelShape", can_compare: bool, unknown: Sequence[str] = ()) -> Iterator[Row]:
+def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterator[Row]:
     """Yield rules on experts, routes and cache. can_compare: whether the engine's routes and the routers are both
-    seen; unknown: matrices that cannot be rounded through FP8, since their precision in FP8 engines is unknown."""
+    seen."""
     every, watches = config.log.traces_every, isinstance(config.train.max_native_flip, float)
     has_latents, family = shape.fields.get("multi_latent_attention"), shape.family
     yield config.row("fp8_latents", config.rollout.fp8_kv_cache and has_latents, family=family)
-    yield config.row("fp8_unknown", unknown, family=family, num=len(unknown), name=next(iter(unknown), None))
     for key, is_set in (("train.max_native_flip", watches), ("log.traces_every", every)):
         yield config.row("no_routes_to_compare", shape.moe_layers and is_set and not can_compare, key=key)
     for name, is_set in (

@@ -42,6 +42,9 @@ mixtral 1 rollout.max_response_tokens=64 train.micro_batch_tokens=99 | expected 
 mixtral 1 rollout.engine=sglang sglang.tp=3 | sglang.tp: found 3, | num_attention_heads = 4
 mixtral 1 rollout.engine=sglang sglang.fp8=true
     | leaves a GPU 40 of the experts' intermediate size, expected a multiple of 128
+gpt_oss 1 rollout.engine=sglang sglang.fp8=true
+    | sglang.fp8: found true with the gpt_oss model | mlp.experts.down_proj, | whether FP8 engines hold
+qwen3_next 1 rollout.fp8_rounding=true | rollout.fp8_rounding: | linear_attn.in_proj_ba.weight
 mixtral 1 rollout.engine=sglang sglang.servers=2 'sglang.gpus=[0, 1]'
     | sglang.gpus: found 1 on nodes with launch.ranks_per_node = 1 GPUs of the trainer
 mixtral 1 launch.gpu_memory_gib=0.5 | a rank of stage 0 with its engine needs | at most 0.5
