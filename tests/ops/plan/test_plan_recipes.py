@@ -53,7 +53,8 @@ def test_a_recipe_is_the_papers(name: str) -> None:
     assert (config.rollout.prompts_per_step, config.rollout.group_size, config.train.mini_batches) == (64, 16, 1)
     assert config.rollout.max_response_tokens == (7168 if "moonlight" in name else 32768)
     assert (config.train.replay, config.model.dtype) == ("none", "bf16")
-    assert config.sglang.fp8 == ("glm" not in name)
+    in_high_precision = ("glm", "gpt-oss", "qwen3-next")
+    assert config.sglang.fp8 == (not name.startswith(in_high_precision))
     assert config.launch.gpu_memory_gib in (79.0, 140.0)
 
 
