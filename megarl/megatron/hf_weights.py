@@ -162,9 +162,7 @@ def export_hf(
             yield from zip(rule.hf_names(piece.order[0], expert), tensors, strict=True)
 
 
-def _join_experts(
-    of_experts: Iterable[tuple[int, Sequence[torch.Tensor]]],
-) -> Iterator[tuple[int, list[torch.Tensor]]]:
+def _join_experts(of_experts: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yield the tensors [E, ...] of all experts of a layer, which come in any order; nothing without experts."""
     if in_order := [tensors for _, tensors in sorted(of_experts, key=itemgetter(0))]:
         yield 0, [torch.cat(parts) for parts in zip(*in_order, strict=True)]

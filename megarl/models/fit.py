@@ -15,8 +15,8 @@ def check_fit(config: Config, shape: ModelShape) -> None:
     """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values, and for FP8
     engines of a model with matrices of which megarl does not know whether engines hold them in FP8."""
     refuse(for_model(config, shape, can_compare(config, shape)))
-    keys = {"sglang.fp8": config.sglang.fp8, "rollout.fp8_rounding": config.rollout.fp8_rounding}
-    for key in (key for key, is_set in keys.items() if is_set):
+    if config.sglang.fp8 or config.rollout.fp8_rounding:
+        key = "sglang.fp8" if config.sglang.fp8 else "rollout.fp8_rounding"
         unknown = _matrices_of_unknown_precision(shape)
         refuse([row("fp8_unknown", unknown, key=key, family=shape.family, matrices=some(unknown))])
 
