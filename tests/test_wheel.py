@@ -100,7 +100,7 @@ def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path)
     assert "patch" in run(megarl, "--help")
     listed = run(megarl, "recipes")
     recipes = [path.stem for path in (ROOT / "launch" / "recipes").glob("*.toml")]
-    assert len(recipes) == 9
+    assert len(recipes) == 11
     for name in recipes:
         assert name in listed
         run(megarl, "recipes", "copy", name, name)

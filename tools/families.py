@@ -4,16 +4,17 @@
     python tools/families.py --only gpt_oss --parts model # one family; the rows of the others stay
     python tools/families.py --only                       # the page alone, from the rows
 
-A family has a row, a JSON file in ``--rows``, written after every part of it. Parts: ``model`` (config, plan, conversion,
-log-probabilities, gradients, replay, on the installed Megatron-Core), ``releases`` (log-probabilities and gradients on
-another release), ``server`` (a real SGLang server on the CPU, for which ``make sglang-cpu``). Every part is a
-process of its own. The exit code is 1 where a cell is beyond its bound, or where anything but a server fails.
+A family has a row, a JSON file in ``--rows``, written after every part of it. Parts, each a process of its own:
+``model`` (config, plan, conversion, log-probabilities, gradients, replay, on the installed Megatron-Core), ``releases``
+(log-probabilities and gradients on another release), ``server`` (a real SGLang server on the CPU, for which ``make
+sglang-cpu``). The exit code is 1 where a cell is beyond its bound, or where anything but a server fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -23,25 +24,28 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/megatron", "tests/engines", "tools")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron"))
 from environments import megatron_release
+from family_proofs import changed, make_prompts, prove_replay
 from tiny_families import FAMILIES, YARN, write_family
 
 Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("model", "releases", "server")
 PINNED, OTHER = "0.16.1", "0.19.2"
 SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 LOGPROB_BOUND, GRADIENT_BOUND, GRADIENT_FLOOR = 1e-5, 1e-4, 0.02
 """A gradient's error is divided by its largest entry plus the floor, below which fp32 rounding of the sums decides."""
-SERVER_BOUNDS = (1e-4, 0.999)
-"""Largest mean difference of a log-probability, least share of equal sets: tools/compare_server.py's for fp32."""
+LEAST_SETS = 0.999
+"""Least share of equal sets of experts."""
 SERVER_START_S = 600.0
 TABLE = tomllib.loads((ROOT / "megarl" / "files" / "families.toml").read_text())
 
@@ -57,6 +61,8 @@ class Served:
     arguments: tuple[str, ...] = ()
     prompts: int = 4
     tokens: int = 8
+    bound: float = 1e-4
+    """Largest mean difference of a log-probability; tools/compare_server.py's for fp32."""
 
 
 _SIGMOID = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -78,12 +84,17 @@ SERVED = {
     "deepseek_v32": _LATENT,
     "glm_moe_dsa": _LATENT,
     "glm4_moe_lite": _LATENT,
-    "gpt_oss": Served(arguments=("--attention-backend", "triton"), prompts=2, tokens=3),
+    "gpt_oss": Served({"sliding_window": 64}, {}, ("--attention-backend", "triton"), 2, 3, 1e-3),
     "qwen3_next": Served({"mlp_only_layers": []}, _FULL, _DELTA_NET),
     "qwen3_5_moe": Served({}, _FULL, _DELTA_NET),
     "qwen3_5_moe_text": Served({}, _FULL, _DELTA_NET),
-    "minimax_m2": Served(keys={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}),
-    "hy_v3": Served(keys={"route_norm": True, "first_k_dense_replace": 1}),
+    "minimax_m2": Served(
+        {}, {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "rotary_dim": 8}
+    ),
+    "hy_v3": Served(
+        {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        {"route_norm": True, "qk_norm": True, "first_k_dense_replace": 1},
+    ),
 }
 """Families that are served in another form than the tiny one. The attention of SGLang's ``torch_native`` knows neither
 latents nor sinks; its Triton kernels run in Triton's interpreter, slowly: few tokens."""
@@ -98,12 +109,14 @@ def measure_model(name: str) -> Row:
     model = write_family(Path("models") / name, name)
     for cell, measure in (("config", _config), ("plan", _plan), ("convert", _convert)):
         row[cell] = _cell(measure, model)
-    return row | {"computes": _cell(_computes, model), "replay": _cell(_replay, model)}
+    return row | {"computes": _cell(_computes, model), "replay": _cell(prove_replay, model)}
 
 
 def measure_releases(name: str) -> Row:
     model = write_family(Path("models") / name, name)
-    return {"megatron-core": version("megatron-core"), "computes": _cell(_computes, model)}
+    import megatron.core
+
+    return {"megatron-core": megatron.core.__version__, "computes": _cell(_computes, model)}
 
 
 def _cell(measure: Callable[[Path], Any], model: Path) -> Any:
@@ -180,60 +193,6 @@ def _computes(model: Path) -> Row:
     return row if is_right else row | {"worst": worst}
 
 
-def _replay(model: Path) -> Row | None:
-    """R3: routes of a transformers engine with other weights. R2: Megatron's own, replayed after a change of weights."""
-    import torch
-    from local_engines import local_engine
-    from rollout_oracle import make_requests
-    from tiny_world import batch_of, config, local_routes, micro_batches, policy_of, safetensors_of
-
-    from megarl.engines.protocol import SamplingParams
-    from megarl.megatron.passes.forward import run
-    from megarl.verify import RoutingWatch
-
-    policy = policy_of(settings := config(model, train__replay="r3"))
-    if policy.replay is None or not policy.shape.moe_layers:
-        return None
-    engine = local_engine(model)
-    engine.update_weights(_changed(safetensors_of(model)), 1)
-    requests = [replace(one, prompt_tokens=one.prompt_tokens % 30) for one in make_requests(4, copies=2)]
-    batch = batch_of(engine.generate(requests, SamplingParams(max_response_tokens=8)))
-    micros = micro_batches(settings, batch)
-    routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
-    passes = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
-
-    def shares(expected: Sequence[Any], replayed: Any = None) -> Any:
-        with RoutingWatch(policy.chunks, most_rows=None) as watch, policy.replay.replay(replayed or expected):
-            run(policy.chunks, micros, **passes, coefficients=_zero)
-        report = watch.report(expected)
-        return report, int(report.right.sum()), int(report.compared.sum())
-
-    with RoutingWatch(policy.chunks, most_rows=None) as watch:
-        run(policy.chunks, micros, **passes)
-    native = watch.report(routes).right_share
-    r3, *r3_rows = shares(routes)
-    with policy.replay.record() as recording:
-        run(policy.chunks, micros, **passes)
-    with torch.no_grad():
-        for chunk in policy.chunks:
-            for _, parameter in sorted(chunk.named_parameters()):
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
-    r2, *r2_rows = shares(recording.routes, recording)
-    is_right = r3.is_right and r2.is_right and min(r3_rows[1], r2_rows[1]) > 0
-    return {"r3": r3_rows, "r2": r2_rows, "native": native, "is_right": is_right}
-
-
-def _zero(_: int, batch: Any, *__: Any) -> tuple[Any, None, dict[str, Any]]:
-    return batch.advantages * 0, None, {}
-
-
-def _changed(tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    return ((name, tensor + 0.1 * torch.randn(tensor.shape, generator=generator)) for name, tensor in tensors.items())
-
-
 def measure_server(name: str) -> Row:
     served = SERVED.get(name, Served())
     model = write_family(Path("hf") / name, name, **served.sizes)
@@ -241,13 +200,24 @@ def measure_server(name: str) -> Row:
     return row | {"server": _cell(lambda folder: _serve(folder, served, row), model)}
 
 
+@functools.cache
+def _python() -> Path:
+    """SGLang's, whose servers are forks of one process."""
+    import sglang_fixtures
+
+    os.environ |= {
+        "TRITON_INTERPRET": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
+        "PYTHONPATH": str(ROOT / "tests" / "sglang_on_cpu"),
+    }
+    sglang_fixtures.SGLANG_MODULES = ("sglang_kernels", *sglang_fixtures.SGLANG_MODULES, "sglang_patches")
+    return sglang_fixtures.forking(SGLANG_PYTHON, Path(tempfile.mkdtemp()))
+
+
 def _serve(model: Path, served: Served, row: Row) -> Row:
     """The folder that megarl exported, by a real server, before and after an update of the weights."""
-    import httpx
-    import sglang_fixtures
     import torch
     from local_engines import local_engine
-    from rollout_oracle import make_requests
     from tiny_world import config, policy_of, safetensors_of
 
     from megarl.config.tables.rollout import SGLangConfig
@@ -264,55 +234,61 @@ def _serve(model: Path, served: Served, row: Row) -> Row:
     from megarl.megatron.hf_weights import save_hf
 
     hf = json.loads((model / "config.json").read_text())
-    hf.get("text_config", hf).update(served.keys)
-    (model / "config.json").write_text(json.dumps(hf))
     _save_tokenizer(str(model), 64)
     _describe_images(model, hf)
     policy = policy_of(config(model))
-    save_hf(policy.chunks, policy.shape, model, folder := Path("exported"))
+    save_hf(policy.chunks, policy.shape, model, folder := Path("exported").absolute())
+    hf.get("text_config", hf).update(served.keys)
+    (folder / "config.json").write_text(json.dumps(hf))
     row["sglang"] = installed_release(SGLANG_PYTHON)
-    os.environ |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")}
-    if (kernels := "sglang_kernels") not in sglang_fixtures.SGLANG_MODULES:
-        sglang_fixtures.SGLANG_MODULES = (kernels, *sglang_fixtures.SGLANG_MODULES)
-    python, log = sglang_fixtures.forking(SGLANG_PYTHON, Path.cwd()), Path("server.log")
+    python, log = _python(), Path("server.log")
     has_experts = bool(MoeShape.of(hf).moe_layers)
     spec = ServerSpec(
-        folder.absolute(), python, "float32", log, max_total_tokens=8192, routes=has_experts, api_key="key",
+        folder, python, "float32", log, max_total_tokens=8192, routes=has_experts, api_key="key",
         extra_args=served.arguments,
     )  # fmt: skip
     settings = SGLangConfig(checksums=False, deadline_s=1200.0, attempts=1)
-    requests = [
-        replace(one, prompt_tokens=one.prompt_tokens % 30)
-        for one in make_requests(served.prompts, copies=2, lengths=(5, 12))
-    ]
+    requests = make_prompts(served.prompts)
     params = SamplingParams(max_response_tokens=served.tokens, return_routed_experts=has_experts)
     try:
         with Server(spec) as server:
             server.wait_ready(SERVER_START_S)
-            fleet = Fleet(urls=[server.url], source=folder, settings=settings, api_key="key")
-            engine = SGLangEngine(
-                fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=WeightForm(torch.float32)
-            )
+            _require_answer(server.url)
+            fleet = Fleet(urls=[server.url], source=folder, settings=settings, api_key="key", routes=has_experts)
+            form = WeightForm(torch.float32)
+            engine = SGLangEngine(fleet.start(), hf, fleet=fleet, settings=settings, api_key="key", form=form)
             weights = safetensors_of(folder)
             cells = {}
-            for step, tensors in (("loaded", weights), ("updated", dict(_changed(weights)))):
+            for step, tensors in (("loaded", weights), ("updated", dict(changed(weights)))):
                 if step == "updated":
                     engine.update_weights(tensors.items(), 1)
                 else:  # the weights that the server has read itself have no version yet
-                    httpx.post(f"{server.url}/update_weight_version", json={"new_version": "0"}, headers=_KEY)
-                    engine._version, engine._complete = 0, True
+                    fleet.members[0].sender.finish(0)
+                    engine.weight_version, engine._complete = 0, True
                 local = local_engine(folder)
                 local.update_weights(tensors.items(), 1)
                 cells[step] = _differences(local, engine.generate(requests, params))
             engine.close()
     except RolloutError as error:
-        raise RolloutError(_reason(log.read_text(errors="replace")) or str(error)) from error
-    bounds, least = SERVER_BOUNDS
-    is_right = all(mean <= bounds and (sets is None or sets >= least) for mean, sets in cells.values())
+        said = str(error).partition("the last: ")[2] or str(error)
+        raise RolloutError(_reason(log.read_text(errors="replace")) or said.partition(". ")[0]) from error
+    is_right = all(mean <= served.bound and (sets is None or sets >= LEAST_SETS) for mean, sets in cells.values())
     return cells | {"is_right": is_right}
 
 
-_KEY = {"Authorization": "Bearer key"}
+def _require_answer(url: str) -> None:
+    """RolloutError if a prompt and three tokens end the server; the engine would wait for its return."""
+    import httpx
+
+    from megarl.errors import RolloutError
+
+    body = {"input_ids": [2, 3, 4, 5, 6], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    try:
+        httpx.post(
+            f"{url}/generate", json=body, headers={"Authorization": "Bearer key"}, timeout=1200.0, trust_env=False
+        )
+    except httpx.HTTPError as error:
+        raise RolloutError(f"the server ended while it answered: {error}") from error
 
 
 def _describe_images(folder: Path, hf: Row) -> None:
@@ -326,7 +302,7 @@ def _describe_images(folder: Path, hf: Row) -> None:
 
 
 def _differences(local: Any, rollouts: Sequence[Any]) -> tuple[float, float | None]:
-    """Mean |difference| of a response token's log-probability, and the share of (token, layer) pairs with equal sets."""
+    """Mean |difference| of a response token's log-probability, and share of (token, layer) pairs with equal sets."""
     import numpy as np
     import torch
 
@@ -335,24 +311,26 @@ def _differences(local: Any, rollouts: Sequence[Any]) -> tuple[float, float | No
         tokens = torch.from_numpy(rollout.tokens.astype(np.int64))
         with torch.no_grad(), local._recorder.recording():
             logits = local._model(tokens[None], use_cache=False).logits[0]
-            if has_routes := rollout.routed_experts is not None:
+            if rollout.routed_experts is not None:
                 local._recorder.end_pass(len(tokens))
                 rows = np.sort(local._recorder.take(), -1) == np.sort(rollout.routed_experts, -1)
                 is_same.append(rows.all(-1)[rollout.routed_mask].ravel())
         logprobs = logits.float().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
         errors.append(np.abs(logprobs - rollout.rollout_logprobs[1:])[rollout.loss_mask[1:]])
-    return float(np.concatenate(errors).mean()), float(np.concatenate(is_same).mean()) if has_routes else None
+    return float(np.concatenate(errors).mean()), float(np.concatenate(is_same).mean()) if is_same else None
 
 
 _ERROR = re.compile(r"^(?:\w+\.)*(?:\w*Error|\w*Exception): .*|^\w*Error$", re.MULTILINE)
 
 
 def _reason(log: str) -> str:
-    """The first error of a server's output, and where it was raised."""
-    if (error := _ERROR.search(log)) is None:
+    """The last error of a server's output, which ended it, and where it was raised."""
+    errors = [error for error in _ERROR.finditer(log) if "ConnectionError" not in error[0]]
+    if not errors:
         return ""
+    error = errors[-1]
     places = re.findall(r'File "(\S+)", line \d+, in (\w+)', log[: error.start()])
-    file, function = next(((f, n) for f, n in reversed(places) if "sglang" in f), places[-1] if places else ("", ""))
+    file, function = next(((f, n) for f, n in reversed(places) if "/sglang/" in f), places[-1] if places else ("", ""))
     return f"{error[0][:220].strip()} (`{Path(file).name}`, `{function}`)"
 
 
@@ -446,10 +424,10 @@ def table(rows: dict[str, Row]) -> list[str]:
         cells = [
             _show(model, "config", lambda cell: f"{cell['tensors']} tensors"),
             _show(model, "plan", lambda cell: f"{cell['parameters']:,}"),
-            _show(model, "convert", lambda cell: f"every bit of {cell['bytes']:,} bytes"),
+            _show(model, "convert", lambda cell: f"every bit, {cell['bytes'] / 2**10:.0f} KiB"),
             _show(model, "computes", lambda cell: f"{cell['logprob']:.1e}"),
             _show(model, "computes", lambda cell: f"{cell['gradient']:.1e}"),
-            _show(model, "replay", lambda cell: f"{cell['r3'][0]}/{cell['r3'][1]} ({cell['native']:.0%})"),
+            _show(model, "replay", lambda cell: f"{cell['r3'][0]}/{cell['r3'][1]} ({100 * cell['native']:.0f} %)"),
             _show(model, "replay", lambda cell: "{}/{}".format(*cell["r2"])),
             _releases(row),
             _server(row),
@@ -483,39 +461,70 @@ def _server(row: Row) -> str:
         parts = []
         for step in ("loaded", "updated"):
             mean, sets = cell[step]
-            parts.append(f"{step} {mean:.1e}" + ("" if sets is None else f", {sets:.1%}"))
+            parts.append(f"{step} {mean:.1e}" + ("" if sets is None else f", {100 * sets:.4g} %"))
         return "; ".join(parts)
 
     return _show(row.get("server", {}), "server", show)
 
 
-EXPLAINED = f"""\
-One process, fp32, Megatron-Core's local layers with megarl's stand-ins for the parts that need a GPU. Every tiny model is
-made by transformers with random weights, norms and biases (`tests/tiny_families.py`); the tests run the same families in
-more layouts.
+EXPLAINED = """\
+One process, fp32, Megatron-Core's local layers, with megarl's stand-ins for parts that need a GPU. transformers makes
+every tiny model, with random weights, norms and biases (`tests/tiny_families.py`). The tests run the same families in
+more layouts. `-`: a dense model has no routes. `no: ...`: the error, as it was raised.
 
 | column | what ran | bound |
 |---|---|---|
-| config | names and shapes that megarl derives from `config.json`, against those that transformers saves; number of tensors | equal |
-| plan | parameters that `megarl plan` counts, against transformers' (of the text model) | equal |
-| convert | Hugging Face -> `torch_dist` -> Hugging Face, all tensors with those of a vision tower | every bit |
-| logits | largest difference of a log-probability, Megatron against transformers, eight sequences packed | {LOGPROB_BOUND:g} |
-| gradient | largest error of a gradient's entry, over the gradient's largest entry plus {GRADIENT_FLOOR:g}; every parameter | {GRADIENT_BOUND:g} |
-| R3 | rows (token, layer) with the experts that transformers' engine recorded with other weights, of those replayed, by `megarl.verify.RoutingWatch`; in brackets the share without replay | all |
-| R2 | the same for Megatron's own routes of an earlier pass, after its weights have changed | all |
-| Megatron-Core | the installed release, and the largest difference of a log-probability on {OTHER} | {LOGPROB_BOUND:g} |
-| server | SGLang on the CPU, fp32: mean difference of a response token's log-probability from transformers', and share of equal expert sets: with the folder as megarl exported it from Megatron (*loaded*), and after an update of all weights (*updated*) | {SERVER_BOUNDS[0]:g}, {SERVER_BOUNDS[1]:.1%} |
-
-`-`: a dense model has no routes. `no: ...`: the error, as it was raised.
 """
+COLUMNS = (
+    ("config", "tensors that megarl derives from `config.json`, names and shapes, against transformers' file", "equal"),
+    ("plan", "parameters that `megarl plan` counts, against transformers' (of the text model)", "equal"),
+    ("convert", "Hugging Face -> `torch_dist` -> Hugging Face, with a vision tower", "every bit"),
+    ("logits", "largest difference of a log-probability from transformers', packed sequences", f"{LOGPROB_BOUND:g}"),
+    (
+        "gradient",
+        f"largest error of an entry, over the gradient's largest entry plus {GRADIENT_FLOOR:g}; every parameter",
+        f"{GRADIENT_BOUND:g}",
+    ),
+    (
+        "R3",
+        "(token, layer) rows with the experts that transformers' engine recorded with other weights, of those "
+        "replayed, by `megarl.verify.RoutingWatch`; in brackets the share without replay",
+        "all",
+    ),
+    ("R2", "the same for Megatron's own routes of an earlier pass, after a change of its weights", "all"),
+    (
+        "Megatron-Core",
+        f"the installed release; largest difference of a log-probability on {OTHER}, where gradients are compared too",
+        f"{LOGPROB_BOUND:g}",
+    ),
+    (
+        "server",
+        "SGLang on the CPU, fp32: mean difference of a response token's log-probability from transformers', and "
+        "share of equal expert sets; *loaded*: from the folder that megarl exported from Megatron, *updated*: after "
+        "an update of all weights",
+        f"{Served.bound:g} (`gpt_oss` 0.001), {100 * LEAST_SETS:g} %",
+    ),
+)
 
 SERVERS = """\
 ## Servers
 
-Servers run without SGLang's compiled kernels: with torch, and with Triton's interpreter for kernels that exist in Triton
-alone. So a cell shows that SGLang reads the exported folder, computes the same model and takes an update, and nothing
-about kernels on GPUs. Sizes and keys of `config.json` below differ from the tiny model's because SGLang's class asks for
-them; published files have these keys.
+Servers run without SGLang's compiled kernels: Triton kernels in Triton's interpreter, kernels of delta nets and of
+MiniMax-M2's norms by plain torch (`tests/sglang_on_cpu`). So a cell shows that SGLang reads the exported folder,
+computes the same model and takes an update; it shows nothing about kernels of GPUs.
+
+- Keys below: SGLang's class needs them in `config.json`. Published files have them, transformers 5 does not write them.
+- Sizes below: SGLang on a CPU knows latent attention with YaRN alone, and its Triton kernel rows of 256 + 32 or
+  512 + 64; its Qwen3-MoE and Qwen3-Next have experts in every layer; its OLMoE has as many key-value heads as heads;
+  its Hunyuan 3 has dense layers at the start alone.
+- SGLang holds sinks in bf16, hence the larger bound of `gpt_oss`. The window, 64, is longer than the sequences: with 3
+  tokens log-probabilities were 0.3 off on average, for a reason that was not found.
+- `deepseek_v32` and `glm_moe_dsa`: SGLang's sparse attention asks for a CUDA device.
+- SGLang's norms of latents take `rms_norm_eps`, transformers' 1e-6: `moonlight` and `glm4_moe_lite`, with 1e-5, differ
+  more.
+- `torch_native` attends neither to latents nor with sinks: these families run SGLang's Triton kernels.
+- SGLang 0.5.23 has no class of `dots1` and `solar_open`. It falls back to transformers' model: `dots1` answers without
+  routes, `solar_open` is not loaded (`head_dim`).
 
 | family | sizes | keys | arguments |
 |---|---|---|---|
@@ -535,13 +544,11 @@ def page(rows: dict[str, Row], large: Row) -> str:
         "Written by `tools/families.py` from the measured rows in `docs/families/`; on a CPU,",
         f"{versions}.",
         "",
-        EXPLAINED,
+        EXPLAINED + "".join(f"| {' | '.join(column)} |\n" for column in COLUMNS),
         *table(rows),
         "",
-        f"A Qwen3-MoE of {large['gib']:.2f} GiB in bf16, each way in a process of its own, verification included: to Megatron in",
-        "{} s and {} MiB of anonymous memory, back in files of 0.5 GiB in {} s and {} MiB.".format(
-            *large["to"], *large["back"]
-        ),
+        f"Conversion of a Qwen3-MoE of {large['gib']:.2f} GiB in bf16, verification included, each way in a process:",
+        "to Megatron in {} s, {} MiB of anonymous memory; back in {} s, {} MiB.".format(*large["to"], *large["back"]),
         "",
         SERVERS.rstrip(),
     ]
@@ -563,13 +570,24 @@ def page(rows: dict[str, Row], large: Row) -> str:
 NOTES = """\
 ## Which Megatron release
 
+megarl pins 0.16.1 ([version_matrix.md](version_matrix.md) has all releases). What the families need of a release:
+
+- **Gated delta nets** (`qwen3_next`, `qwen3_5_moe`): Megatron's class takes packed sequences from 0.19 on only, and
+  needs flash-linear-attention. megarl's subclass runs on both releases.
+- **Sparse attention** (`deepseek_v32`, `glm_moe_dsa`): Megatron's module takes packed sequences in 0.19.2, not in
+  0.16.1. megarl's module, with the same parameter names, runs on both.
+- **Norms over all heads** (`olmoe`, `minimax_m2`): neither release has them; megarl adds a layer of its own.
+- **Sinks, windows, clamped gates, biases of experts** (`gpt_oss`): fields of both releases. The attention of packed
+  sequences with sinks is Transformer Engine's from 2.12 on, else torch's.
+- **Everything else** is built from Megatron's own modules.
+
+[convert.md](convert.md#families) has the details of each family.
 """
 
 
 def _words(values: Row) -> str:
-    return ", ".join(
-        f"`{key} = {json.dumps(value)}`" for key, value in values.items() if not isinstance(value, dict)
-    ) + ("YaRN" if "rope_parameters" in values else "")
+    plain = [f"`{key} = {json.dumps(value)}`" for key, value in values.items() if not isinstance(value, dict)]
+    return ", ".join([*plain, *(["YaRN"] if "rope_parameters" in values else [])])
 
 
 def main(words: Sequence[str] | None = None) -> int:

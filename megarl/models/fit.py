@@ -15,13 +15,14 @@ def check_fit(config: Config, shape: ModelShape) -> None:
     """ConfigError, naming the key, for a setting that needs absent experts, routes, keys or values, and for FP8
     engines of a model with matrices of which megarl does not know whether engines hold them in FP8."""
     refuse(for_model(config, shape, can_compare(config, shape)))
-    if config.sglang.fp8 or config.rollout.fp8_rounding:
-        key = "sglang.fp8" if config.sglang.fp8 else "rollout.fp8_rounding"
-        unknown = _matrices_of_unknown_precision(shape)
+    keys = {"sglang.fp8": config.sglang.fp8, "rollout.fp8_rounding": config.rollout.fp8_rounding}
+    for key in (key for key, is_set in keys.items() if is_set):
+        unknown = unknown_precisions(shape)
         refuse([row("fp8_unknown", unknown, key=key, family=shape.family, matrices=some(unknown))])
 
 
-def _matrices_of_unknown_precision(shape: ModelShape) -> list[str]:
+def unknown_precisions(shape: ModelShape) -> list[str]:
+    """Return the names of matrices that FP8 engines are not known to hold in FP8 or in high precision."""
     from megarl.core.fp8 import is_known_precision  # torch
     from megarl.models.names import rules_of
 

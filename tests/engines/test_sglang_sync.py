@@ -160,8 +160,10 @@ def test_a_disk_that_refuses_the_log_does_not_end_the_watch(tmp_path: Path, monk
     fleet.close()
 
 
-def test_a_qwen_model_with_a_dense_layer_is_refused():
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
+def test_a_qwen_model_with_a_dense_layer_is_refused(kind: str):
     config = Qwen3MoeConfig(num_hidden_layers=3, mlp_only_layers=[1], num_experts=4, num_experts_per_tok=2).to_dict()
+    config |= {"model_type": kind, "num_experts": 4, "decoder_sparse_step": 1}
     with pytest.raises(ConfigError, match=r"only layers \(0, 2\) of 3 have experts: SGLang's Qwen"):
         SGLangEngine(["http://127.0.0.1:9"], config, fleet=None)
     SGLangEngine(["http://127.0.0.1:9"], config | {"mlp_only_layers": []}, fleet=None)

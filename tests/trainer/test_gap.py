@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import tomli_w
 import torch
 from tampered_engine import FROM_VERSION
+from tiny_families import write_family
 from transformers import AutoModelForCausalLM
 
 from megarl import cli
@@ -19,7 +19,6 @@ from megarl.config.file import parse
 from megarl.core.packing import pack
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.megatron import distributed
-from megarl.models.shapes import read_shape
 from megarl.ops.evaluate import gap
 from megarl.ops.evaluate.gap import TrainingEngine, draw
 from megarl.trainer.loop import train
@@ -74,12 +73,13 @@ def test_precisions_of_a_moe_and_what_replay_removes(home: Path, capsys: pytest.
     assert status == (0 if found["healthy"] else 1)
 
 
-def test_latents_are_not_rounded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = replace(read_shape(home / "moe"), fields={"multi_latent_attention": True})
-    monkeypatch.setattr(gap, "read_shape", lambda _: shape)
-    names = [name for name, _, _ in gap._pairs(parse(table(home)))]
-    assert "fp8" in names
-    assert "fp8 with cache" not in names
+@pytest.mark.parametrize(
+    ("family", "rounded"), [("deepseek_v3", ["fp8 weights", "fp8"]), ("gpt_oss", [])], ids=["latents", "stacks"]
+)
+def test_what_no_engine_rounds_is_not_rounded(family: str, rounded: list[str], home: Path, tmp_path: Path) -> None:
+    model = {"path": str(write_family(tmp_path / "model", family)), "dtype": "fp32"}
+    names = [name for name, _, _ in gap._pairs(parse({**table(home), "model": model}))]
+    assert names == ["fp32", "bf16", *rounded]
 
 
 def test_the_gap_is_that_of_transformers(home: Path) -> None:

@@ -35,6 +35,7 @@ def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterato
 def for_layout(config: Config, shape: "ModelShape", layout: Layout) -> Iterator[Row]:
     """Yield rules on the division of heads, experts and widths, and on the model's positions."""
     yield _uneven("num_attention_heads", shape.fields["num_attention_heads"], "parallel.tp", layout.tp)
+    yield _uneven("linear_num_key_heads", shape.fields.get("linear_num_key_heads", 0), "parallel.tp", layout.tp)
     if not shape.fields.get("multi_latent_attention"):
         yield _uneven("num_key_value_heads", shape.fields["num_query_groups"], "parallel.tp", layout.tp)
     yield _uneven("experts", shape.num_experts, "parallel.ep", layout.ep)

@@ -50,11 +50,11 @@ class SGLangEngine(Engine):
         settings = settings or SGLangConfig()
         self._shape = MoeShape.of(config)
         self._client = SGLangClient(urls, settings, authorization(api_key) | make_header(self._shape), tell)
-        if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
+        all_sparse = config.get("model_type") in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe")
+        if all_sparse and self._shape.dense_layers:
             raise ConfigError(
                 f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "
-                "have experts in every layer and would compute something else (mlp_only_layers, decoder_sparse_step); "
-                'set rollout.engine = "local", or take a model without dense layers'
+                'have them in all layers (no mlp_only_layers); set rollout.engine = "local", or take another model'
             )
         ends = config.get("eos_token_id")
         self._bounds = Bounds(

@@ -33,7 +33,7 @@ from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.passes import forward
 from megarl.megatron.rollout_routes import check_rollouts, deliver_routes, gather_shared
-from megarl.models.fit import can_compare
+from megarl.models.fit import can_compare, unknown_precisions
 from megarl.models.shapes import read_shape
 from megarl.ops.evaluate.evaluation import find_checkpoint
 from megarl.ops.evaluate.request import with_keys
@@ -137,8 +137,10 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
         configured = "sglang fp8"
     pairs = [(configured, training, True)]
     if config.rollout.engine_kind.fp8_arithmetic:
-        is_latent = "multi_latent_attention" in read_shape(config.model.path).fields  # the local engine has no latents
-        names = (name for name, values in PRECISIONS.items() if not (is_latent and values["fp8_kv_cache"]))
+        shape = read_shape(config.model.path)
+        is_latent = "multi_latent_attention" in shape.fields  # the local engine has no latents
+        key = "fp8_rounding" if unknown_precisions(shape) else "fp8_kv_cache" if is_latent else None
+        names = (name for name, values in PRECISIONS.items() if not values.get(key))
         pairs += [(name, training, False) for name in names if name != configured]
         if ("fp32", "fp32") not in [pair[:2] for pair in pairs]:
             pairs.append(("fp32", "fp32", False))

@@ -53,7 +53,7 @@ def engine_memory(config: Config, shape: ModelShape) -> EngineMemory:
 
 
 def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expanded: bool = False) -> int:
-    """Return the bytes of keys and values of all layers on one GPU.
+    """Return the bytes of keys and values on one GPU, of all layers but those with linear attention.
 
     Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope + index_head_dim) e,
     whole on each GPU; ``expanded``: keys and values of all heads / tp, as in the trainer and in transformers before
@@ -67,7 +67,7 @@ def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expan
         width = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"] + fields.get("dsa_indexer_head_dim", 0)
     else:
         width = 2 * max(fields["num_query_groups"] // tp, 1) * fields["kv_channels"]
-    return shape.num_layers * width * element
+    return (shape.num_layers - len(shape.linear_layers)) * width * element
 
 
 def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int = 1) -> int:

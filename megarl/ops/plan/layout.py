@@ -49,7 +49,12 @@ def stages_of(config: Config, shape: ModelShape) -> list[Stage]:
             )
     bounds = [0, *accumulate(count // vpp for _ in range(vpp) for count in counts)]
     layers = [tuple(range(*pair)) for pair in pairwise(bounds)]
-    pp = len(counts)
+    pp, indexers = len(counts), shape.indexer_layers
+    if others := [chunk[0] for chunk in layers if chunk and indexers and chunk[0] not in indexers]:
+        raise ConfigError(
+            f"parallel.pp: found {pp} stages, of which one begins with layer {others[0]}, where keys are selected by "
+            f"an earlier layer, expected one of {[*indexers]}; change parallel.pp, vpp or the first stage's layers"
+        )
     return [Stage(rank, tuple(layers[rank::pp]), rank == 0, rank == pp - 1) for rank in range(pp)]
 
 

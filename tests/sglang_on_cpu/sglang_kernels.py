@@ -29,7 +29,7 @@ def convolve(
         inputs = torch.cat([before, x[:, start:end].float()], 1)
         sums = (inputs.unfold(1, width, 1) * weight[:, None]).sum(-1)
         out[:, start:end] = silu(sums if bias is None else sums + bias[:, None])
-        conv_states[slot] = inputs[:, -(width - 1) :]
+        conv_states[slot] = inputs[:, -(width - 1) :].to(conv_states.dtype)
     return out
 
 
@@ -40,7 +40,7 @@ def convolve_token(
     slots = conv_state_indices.long()
     inputs = torch.cat([states[slots].float(), x[:, :, None].float()], -1)
     sums = (inputs * weight).sum(-1)
-    states[slots] = inputs[..., 1:]
+    states[slots] = inputs[..., 1:].to(states.dtype)
     return silu(sums if bias is None else sums + bias)
 
 
@@ -72,9 +72,9 @@ def delta_rule(
 
 
 def delta_rule_of_tokens(
-    *, A_log: Tensor, dt_bias: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor, **named: Any
+    *, dt_bias: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor, **named: Any
 ) -> Tensor:
-    g, beta = gates(A_log, a, b, dt_bias)
+    g, beta = gates(named["A_log"], a, b, dt_bias)
     named = {name: named[name] for name in ("q", "k", "v", "cu_seqlens", "initial_state_indices")}
     return delta_rule(g=g, beta=beta, initial_state=initial_state_source, **named)[0]
 
@@ -142,10 +142,3 @@ mamba: Any = ModuleType("sgl_kernel.mamba")
 mamba.causal_conv1d_fn_cpu, mamba.causal_conv1d_update_cpu = convolve, convolve_token
 mamba.chunk_gated_delta_rule_cpu = delta_rule
 sys.modules[mamba.__name__] = mamba
-
-# What these modules import looks the operators up.
-from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated  # noqa: E402
-from sglang.srt.models import minimax_m2  # noqa: E402
-
-fused_norm_gate._use_cpu = layernorm_gated._use_cpu = True
-minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = sum_squares, scale_by_norms
