@@ -88,6 +88,10 @@ class HFCheckpoint:
         """Return the name that a tensor of a text model has in this checkpoint."""
         return hf_name(self._kind, name)
 
+    def names_of_text(self) -> set[str]:
+        """Return the tensors of the text model, without prediction layers."""
+        return {*self.names()} - self.names_of_prediction_layers() - {*self.names_beside_text()}
+
     def names_beside_text(self) -> list[str]:
         """Return the tensors of a larger model that do not belong to its text model, such as a vision tower's."""
         return sorted(name for name in self.names() if is_beside_text(self._kind, name))
