@@ -135,8 +135,8 @@ def export_hf(
     """Yield every Hugging Face tensor [...] of the live model, whole, in canonical order, on ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
-    of a layer's experts of a kind, is whole at a time; of experts that share a tensor, all. Tensors of a single rank may
-    be views of the weights: copy what must outlast the next step.
+    of a layer's experts of a kind, is whole at a time; of experts that share a tensor, all. Tensors of a single rank
+    may be views of the weights: copy what must outlast the next step.
     """
     rules = rules_of(shape)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
