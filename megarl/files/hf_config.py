@@ -314,9 +314,9 @@ def read_moe(hf: HFConfig) -> MoeShape:
     """Return the shape in a config of one family. ConfigError if they contradict each other."""
     kinds: Any = hf.get("mlp_layer_types")
     num_layers = hf.get("num_layers") or hf["num_hidden_layers"] or len(kinds or ())
-    names = [name for group in _MAPS["kinds"].values() for name in group]
-    is_list = isinstance(kinds, list | str) and len(kinds) >= num_layers and all(map(names.count, kinds))
     is_trained = hf.values.get("model_type") in FAMILIES
+    names = ["dense", "sparse"] if is_trained else [name for group in _MAPS["kinds"].values() for name in group]
+    is_list = isinstance(kinds, list | str) and len(kinds) >= num_layers and all(map(names.count, kinds))
     if kinds is not None and not (is_list and (len(kinds) == num_layers or not is_trained)):
         label = f"{hf._labels.get('mlp_layer_types', 'mlp_layer_types')} is {reprlib.repr(kinds)}"
         expected = f"for each of num_hidden_layers, {num_layers}, one of {str(names)[1:-1]}"

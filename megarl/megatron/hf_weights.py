@@ -135,8 +135,8 @@ def export_hf(
     """Yield every Hugging Face tensor [...] of the live model, whole, in canonical order, on ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on ranks that receive nothing. A single parameter, or ``GATHER_BYTES``
-    of a layer's experts of a kind, is whole at a time. Tensors of a single rank may be views of the weights: copy what
-    must outlast the next step.
+    of a layer's experts of a kind, is whole at a time; of experts that share a tensor, all. Tensors of a single rank
+    may be views of the weights: copy what must outlast the next step.
     """
     rules = rules_of(shape)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -162,9 +162,7 @@ def export_hf(
             yield from zip(rule.hf_names(piece.order[0], expert), tensors, strict=True)
 
 
-def _join_experts(
-    of_experts: Iterable[tuple[int, Sequence[torch.Tensor]]],
-) -> Iterator[tuple[int, list[torch.Tensor]]]:
+def _join_experts(of_experts: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yield the tensors [E, ...] of all experts of a layer, which come in any order; nothing without experts."""
     if in_order := [tensors for _, tensors in sorted(of_experts, key=itemgetter(0))]:
         yield 0, [torch.cat(parts) for parts in zip(*in_order, strict=True)]

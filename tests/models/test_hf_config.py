@@ -487,6 +487,19 @@ def test_a_model_that_sees_later_tokens_is_refused(kind: str, value: bool | None
         HFConfig.of(nested({"model_type": kind, "is_causal": value})).check_unread()
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "problem"),
+    [
+        ("hy_v3", {"mlp_layer_types": ["dense", "hash_moe", "dense", "sparse"]}, "one of 'dense', 'sparse'"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob is False, expected True"),
+    ],
+)
+def test_what_a_class_would_not_read_is_refused(model: str, changes: Config, problem: str, tmp_path: Path) -> None:
+    kind, config = TINY[model]
+    with pytest.raises(ConfigError, match=problem):
+        read({"model_type": kind, **config, **changes}, tmp_path)
+
+
 PUBLIC = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 
 
