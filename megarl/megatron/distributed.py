@@ -20,7 +20,7 @@ from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
-from megarl.replay.megatron_state import cp_position, replaced, tp_position
+from megarl.replay.megatron_state import Replaced, cp_position, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic
     from megarl.config import Config
@@ -121,7 +121,7 @@ def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     # torch's own name counts the groups that a rank is in, and the ranks of a pipeline's ends are in more: the others
     # would wait under another name. A name of ranks alone serves a single group, which outlasts the layout.
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()
-    with replaced(c10d, _process_group_name=lambda *_, **__: name):
+    with Replaced(c10d, _process_group_name=lambda *_, **__: name):
         options: Any = {"use_local_synchronization": True, "group_desc": _TWIN}
         return require_group(dist.new_group(list(ranks), timeout, "gloo", **options))
 

@@ -28,7 +28,7 @@ from megarl.megatron.versions import as_config_error
 from megarl.models.names import is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.replay import RoutingReplay
-from megarl.replay.megatron_state import replaced
+from megarl.replay.megatron_state import Replaced
 from megarl.stand_ins.te import uses_te
 
 Settings = TypeVar("Settings")
@@ -103,7 +103,7 @@ class Policy:
             raise NumericsError(f"gradient norm is {norm}; the optimizer step was refused, the weights are unchanged")
         step: Any = self.optimizer.step  # the abstract method returns None
         # Megatron's step would prepare the gradients and take their norm again.
-        with replaced(self.optimizer, prepare_grads=lambda: False, get_grad_norm=lambda: norm):
+        with Replaced(self.optimizer, prepare_grads=lambda: False, get_grad_norm=lambda: norm):
             was_taken = step()[0]
         if not was_taken:
             raise NumericsError("Megatron's optimizer refused the step; look for non-finite gradients")

@@ -1,7 +1,6 @@
 """What replay asks of Megatron: its release, the model inside wrappers, and this rank's place in its groups."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import megatron.core
@@ -18,17 +17,25 @@ def unwrap(chunk: Module) -> Any:
     return chunk
 
 
-@contextmanager
-def replaced(target: object, **attributes: Any) -> Iterator[None]:
-    """Give an object of Megatron or torch other attributes inside; afterwards it has its own, or those of its class."""
-    originals = {name: vars(target)[name] for name in attributes.keys() & vars(target).keys()}
-    vars(target).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            vars(target).pop(name, None)
-        vars(target).update(originals)
+class Replaced(AbstractContextManager[None]):
+    """Gives an object of Megatron or torch other attributes inside; afterwards it has its own, or those of its class.
+
+    No generator, so that a model can be copied while a watch stands on it.
+    """
+
+    def __init__(self, target: object, **attributes: Any) -> None:
+        self._target, self._attributes = target, attributes
+
+    def __enter__(self) -> None:
+        values = vars(self._target)
+        self._originals = {name: values[name] for name in self._attributes.keys() & values.keys()}
+        values.update(self._attributes)
+
+    def __exit__(self, *_: object) -> None:
+        values = vars(self._target)
+        for name in self._attributes:
+            values.pop(name, None)
+        values.update(self._originals)
 
 
 def tp_position() -> tuple[int, int]:

@@ -23,7 +23,7 @@ from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import fitting_shape
 from megarl.replay.layout import local_rows
-from megarl.replay.megatron_state import cp_position, replaced, split_position, unwrap
+from megarl.replay.megatron_state import Replaced, cp_position, split_position, unwrap
 from megarl.replay.records import MicroRoutes
 from megarl.verify.expert_sets import ExpertSets
 from megarl.verify.report import RoutingReport, compare_routes
@@ -110,7 +110,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
                     raise ReplayError(f"layer {layer.layer_number} is watched already; close the other RoutingWatch")
                 signature = inspect.signature(getattr(type(dispatcher), name))  # another tool may have wrapped it
                 dispatch = partial(self._dispatch, original, signature, calls)
-                restore.enter_context(replaced(dispatcher, **{name: dispatch}))
+                restore.enter_context(Replaced(dispatcher, **{name: dispatch}))
             self._calls, self._restore = every, restore.pop_all()
         return self
 

@@ -29,8 +29,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a config imports in vain": ({"moe_permute_fusion": True}, r"the model: \w+: (cannot import|fused permutation)"),
     "the layer spec asserts": ({"use_kitchen": True}, "assert HAVE_KITCHEN"),
     "the attention is megarl's own": (
-        {"softmax_type": "learnable"},
-        "Transformer Engine supports no softmax_type",
+        {"apply_query_key_layer_scaling": True},
+        "Transformer Engine supports no apply_query_key_layer_scaling",
     ),
     "the first pass asserts": (
         {"moe_apply_probs_on_input": True},

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
-from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError, RolloutError
 from megarl.files.hf_config import find_quantization
 from megarl.models.hf_folder import read_json
@@ -117,6 +116,8 @@ def check_server(
 
 def _check_form(info: Arguments, fp8: bool) -> None:
     """ConfigError if the server's model, where its folder is on this machine, is not in the form of the updates."""
+    from megarl.core.fp8 import BLOCK  # torch
+
     config = Path(str(info.get("model_path"))) / "config.json"
     table = find_quantization(read_json(config)) or {} if config.is_file() else None
     expected = ("fp8", [*BLOCK]) if fp8 else (None, None)

@@ -25,7 +25,7 @@ from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.passes.logprobs import linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, to_slots, to_tokens
-from megarl.replay.megatron_state import replaced, tp_position, unwrap
+from megarl.replay.megatron_state import Replaced, tp_position, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
 """(index of the micro-batch, columns, logprobs [T], entropies [T], detached) -> (coefficients [T], entropy_values [T],
@@ -65,7 +65,7 @@ def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
         return hidden, None
 
     # The layer is still called, because Megatron's data-parallel hooks are registered on it.
-    with nullcontext() if layer is None else replaced(layer, forward=pass_on):
+    with nullcontext() if layer is None else Replaced(layer, forward=pass_on):
         yield gpt
 
 

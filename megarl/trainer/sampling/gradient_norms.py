@@ -22,7 +22,7 @@ from megarl.megatron.distributed import dp_size, fail_together, largest, model_g
 from megarl.megatron.passes.forward import by_mask
 from megarl.megatron.policy import Policy
 from megarl.replay import Recording
-from megarl.replay.megatron_state import replaced, unwrap
+from megarl.replay.megatron_state import Replaced, unwrap
 from megarl.trainer.mini_batch import MiniBatch, make_rollout
 from megarl.trainer.passes import run_pass
 from megarl.trainer.step import TrainStep
@@ -110,7 +110,7 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
     and the routers' counts for the expert bias are restored.
     """
     names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
-    without_reduction = replaced(policy.megatron_config, **dict.fromkeys(names))
+    without_reduction = Replaced(policy.megatron_config, **dict.fromkeys(names))
     # The embedding's gradient makes gradients flow through every layer and activation checkpointing.
     trained = set(map(id, [*parameters, *_embeddings(policy)]))
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in trained]
