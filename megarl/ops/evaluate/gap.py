@@ -139,7 +139,7 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
     if config.rollout.engine_kind.fp8_arithmetic:
         shape = read_shape(config.model.path)
         is_latent = "multi_latent_attention" in shape.fields  # the local engine has no latents
-        key = "fp8_rounding" if unknown_precisions(shape) else "fp8_kv_cache" if is_latent else None
+        key = "fp8_rounding" if unknown_precisions(shape) else "fp8_kv_cache" if is_latent else ""
         names = (name for name, values in PRECISIONS.items() if not values.get(key))
         pairs += [(name, training, False) for name in names if name != configured]
         if ("fp32", "fp32") not in [pair[:2] for pair in pairs]:
