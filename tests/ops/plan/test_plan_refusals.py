@@ -26,6 +26,7 @@ mixtral 3 parallel.ep=3 rollout.prompts_per_step=3 | parallel.ep: found 3, | exp
 gpt_oss 2 parallel.tp=2 | parallel.etp: found 2 (by default parallel.tp), expected 1
 qwen3_next 4 parallel.tp=4 | parallel.tp: found 4, expected a divisor of | linear_num_key_heads = 2
 glm_moe_dsa 4 parallel.pp=4 | parallel.pp: found 4 stages, | layer 1, | expected one of [0, 2]
+gpt_oss 1 rollout.fp8_rounding=true | rollout.fp8_rounding: found true | mlp.experts.
 qwen3 1 | train.replay: found "r3", expected "none": the qwen3 model in model.path is dense
 qwen3 2 train.replay=none parallel.ep=2 | parallel.ep: found 2, expected 1: the qwen3 model | no experts
 qwen3 1 train.replay=none train.max_native_flip=0.3 | train.max_native_flip: found 0.3: | no routers to watch
