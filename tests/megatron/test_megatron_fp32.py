@@ -108,8 +108,8 @@ def test_the_list_is_what_megatron_makes_in_fp32_and_no_wrapper_casts_it(
 
 @pytest.mark.sglang
 def test_the_list_is_what_sglang_holds_in_fp32(tmp_path: Path) -> None:
-    """But for the router weights of GLM, MiniMax and Hunyuan, and the experts' biases of gpt-oss, which a policy in bf16
-    trains in bf16: nothing of them is lost."""
+    """But for router weights of GLM, MiniMax and Hunyuan, and experts' biases of gpt-oss, which a policy in bf16 trains
+    in bf16: nothing of them is lost."""
     more_keys = {"deepseek_v3": SERVABLE["deepseek_v3"], "gpt_oss": {"dtype": "bfloat16"}}  # SGLang reads its dtype
     more_keys["hy_v3"] = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
     wider = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "minimax_m2", "hy_v3"), ".gate.weight")
