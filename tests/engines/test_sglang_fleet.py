@@ -246,8 +246,7 @@ def test_an_update_goes_on_without_a_late_server_however_weights_travel(
         world.update(fleet, 2)
     assert any("in a weight update, which goes on without it" in line for line in world.told)
     assert world.ask(fleet.members[0]) == ["2", [2.0]]
-    assert not fleet.members[1].ready
-    world.control(1)
+    world.control(1)  # the late server, ended and started again, may be ready by now
     world.until_back(fleet, 2)
 
 
