@@ -88,7 +88,7 @@ class Keys:
         return parts or [(place, whole)]
 
     def _name(self, rule: Rule, shape: ModelShape) -> str:
-        if rule.scope in ("expert", "experts"):  # equal for both kinds of layers
+        if rule.is_of_experts:  # equal for both kinds of layers
             return rule.megatron[0].replace("local_experts.{expert}", "experts.{expert}")
         name = rule.megatron[0 if self.layers == "local" else -1]
         if self.layers == "local" and not shape.fields.get("multi_latent_attention"):

@@ -9,7 +9,7 @@ import fnmatch
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,13 @@ class HFConfig:
         """Return the value of a key; None, and not read, if the class lacks the key."""
         return self[key] if key in self.defaults or key in self.required else None
 
+    def label(self, key: str) -> str:
+        """Return the name of a key in this config.json, for messages."""
+        return self._labels.get(key, self.prefix + key)
+
     def __getitem__(self, key: str) -> Any:
         self._unread.discard(key)
-        label = self._labels.get(key, self.prefix + key)
+        label = self.label(key)
         if key not in self.values and key not in self.defaults:
             raise ConfigError(f"{label} is left out, and has no default; expected a number")
         value, kind = self.values[key] if key in self.values else self.defaults[key], _KINDS.get(key)
@@ -120,7 +124,11 @@ class HFConfig:
 
     def is_harmless(self, key: str) -> bool:
         """Whether a key says nothing of the model's computation."""
-        return any(fnmatch.fnmatchcase(key, glob) for glob in self._harmless)
+        return _matches(key, self._harmless)
+
+
+def _matches(name: str, globs: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def family_entry(kind: str, key: str) -> Any:
@@ -142,7 +150,7 @@ def hf_name(kind: str, name: str) -> str:
 
 def is_beside_text(kind: str, name: str) -> bool:
     """Whether a tensor of a larger model does not belong to its text model, such as a vision tower's."""
-    return any(fnmatch.fnmatchcase(name, glob) for glob in family_entry(kind, "beside") or ())
+    return _matches(name, family_entry(kind, "beside") or ())
 
 
 def is_turned(kind: str, name: str, shape: Sequence[int], hidden: int) -> bool:
@@ -173,7 +181,7 @@ def flatten(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = {key: value for key, value in hf.items() if key != "text_config"}
     replaced = {"model_type", "architectures", "tie_word_embeddings"}
     for key in text.keys() & outer.keys() - replaced:
-        if text[key] != outer[key] and not any(fnmatch.fnmatchcase(key, glob) for glob in _TABLES["harmless"]):
+        if text[key] != outer[key] and not _matches(key, _TABLES["harmless"]):
             raise ConfigError(f"{key} is {outer[key]!r}, and in text_config {text[key]!r}; expected one value")
     return {**{key: value for key, value in text.items() if key not in replaced}, **outer}
 
@@ -318,9 +326,8 @@ def read_moe(hf: HFConfig) -> MoeShape:
     names = ["dense", "sparse"] if is_trained else [name for group in _MAPS["kinds"].values() for name in group]
     is_list = isinstance(kinds, list | str) and len(kinds) >= num_layers and all(map(names.count, kinds))
     if kinds is not None and not (is_list and (len(kinds) == num_layers or not is_trained)):
-        label = f"{hf._labels.get('mlp_layer_types', 'mlp_layer_types')} is {reprlib.repr(kinds)}"
         expected = f"for each of num_hidden_layers, {num_layers}, one of {str(names)[1:-1]}"
-        raise ConfigError(f"{label}, expected {expected}")
+        raise ConfigError(f"{hf.label('mlp_layer_types')} is {reprlib.repr(kinds)}, expected {expected}")
     if hf.get("enable_moe_block") is False:
         return MoeShape(num_layers, (), 0, 0)
     dense, stated = hf.get("mlp_only_layers") or (), hf.get("moe_layers")

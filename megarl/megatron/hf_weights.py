@@ -97,7 +97,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
 
 
 def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelShape) -> None:
-    if entry.rule.scope in ("expert", "experts"):
+    if entry.rule.is_of_experts:
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -153,7 +153,7 @@ def export_hf(
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        groups = experts if rule.scope in ("expert", "experts") else dense
+        groups = experts if rule.is_of_experts else dense
         gathered = _gather(piece, entries, groups, receive)
         of_experts = ((expert, LAYOUTS[piece.layout].join(shards, shape)) for expert, shards in gathered)
         if rule.scope == "experts":

@@ -41,6 +41,11 @@ class Rule:
     when: str = ""
     """Applies only if this field of the shape is set; with "no " in front, only if the field is not set."""
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the parameter belongs to an expert, in a Hugging Face tensor of its own or of all experts."""
+        return self.scope in ("expert", "experts")
+
     def applies(self, shape: ModelShape) -> bool:
         is_set = bool(shape.fields.get(self.when.removeprefix("no ")))
         return not self.when or is_set != self.when.startswith("no ")

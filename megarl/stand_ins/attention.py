@@ -7,7 +7,7 @@ tensor parallelism needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,17 @@ def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     starts, lengths = bounds[:-1, None], np.diff(bounds)
     buckets = (starts[lengths == length] + np.arange(length) for length in sorted(set(lengths.tolist())) if length)
     return tuple(to_device(torch.from_numpy(bucket), cu_seqlens.device) for bucket in buckets)
+
+
+def buckets_of(packing: Any) -> tuple[Tensor, ...]:
+    """Return the token positions of all sequences of one length, int64 [n, length], for each length of a pack."""
+    return getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q)
+
+
+def in_packed_order(outputs: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Return results [n, length, ...] of tokens at ``rows`` [n, length] as [T, ...]."""
+    order = torch.cat([positions.flatten() for positions in rows])
+    return torch.cat([output.flatten(0, 1) for output in outputs])[torch.argsort(order)]
 
 
 def visible_keys(positions: Tensor, length: int, window: int | None = None) -> Tensor:
@@ -140,12 +151,12 @@ class PackedAttention(torch.nn.Module):
             out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)), visible=visible)
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
         key, value = (self._of_all_ranks(column, packed_seq_params) for column in (key, value))
-        outputs, order = [], []
+        outputs, places = [], []
         for rows, keys, positions in self._sequences(packed_seq_params):
             visible = self._visible(rows, positions, keys.size(1), packed_seq_params)
-            outputs.append(self._attend(query[rows], key[keys], value[keys], visible).flatten(0, 1))
-            order.append(rows.flatten())
-        return torch.cat(outputs)[torch.argsort(torch.cat(order))].flatten(1)
+            outputs.append(self._attend(query[rows], key[keys], value[keys], visible))
+            places.append(rows)
+        return in_packed_order(outputs, places).flatten(1)
 
     def _of_all_ranks(self, column: Tensor, packing: PackedSeqParams | None) -> Tensor:
         """[T / cp, ...] -> [T, ...] in packed order, with the tokens of all context-parallel ranks."""
@@ -159,7 +170,7 @@ class PackedAttention(torch.nn.Module):
         """Yield for the n sequences of each length: rows of this rank's queries [n, q], rows of the keys [n, length],
         and the positions of the queries in their sequence [q].
         """
-        for keys in getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q):
+        for keys in buckets_of(packing):
             rows, positions = keys, torch.arange(keys.size(1), device=keys.device)
             if self.cp_group is not None:  # computed on the host, where the length is known
                 size, rank = self.cp_group.size(), self.cp_group.rank()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from megarl.errors import ConfigError
-from megarl.stand_ins.attention import length_buckets
+from megarl.stand_ins.attention import buckets_of, in_packed_order
 
 _Megatron: Any = GatedDeltaNet
 _MEGATRON: dict[str, Any] = GatedDeltaNet.__init__.__globals__
@@ -53,9 +53,8 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 
 def _by_length(compute: Callable[..., Tensor], packing: PackedSeqParams, *columns: Tensor) -> Tensor:
     """Call ``compute`` with the rows [n, length, ...] of all sequences of one length; [T, ...] -> [T, ...]."""
-    buckets = getattr(packing, "length_buckets", ()) or length_buckets(packing.cu_seqlens_q)
-    outputs = [compute(*(column[rows] for column in columns)).flatten(0, 1) for rows in buckets]
-    return torch.cat(outputs)[torch.argsort(torch.cat([rows.flatten() for rows in buckets]))]
+    buckets = buckets_of(packing)
+    return in_packed_order([compute(*(column[rows] for column in columns)) for rows in buckets], buckets)
 
 
 class PackedDeltaNet(_Megatron):

@@ -135,7 +135,7 @@ def count_model(shape: ModelShape) -> ModelCount:
     """Parameters of the checkpoint, without prediction layers (MTP), which megarl does not train."""
     sizes = {rule: numel(rule, shape) * sum(1 for _ in rule.places(shape)) for rule in rules_of(shape)}
     total = sum(sizes.values())
-    experts = sum(size for rule, size in sizes.items() if rule.scope.startswith("expert"))
+    experts = sum(size for rule, size in sizes.items() if rule.is_of_experts)
     embeddings = sum(size for rule, size in sizes.items() if rule.layout == "vocab")
     unused = experts - experts * shape.topk // shape.num_experts if experts else 0
     return ModelCount(total, experts, embeddings, total - unused)
@@ -153,7 +153,7 @@ def count_rank(shape: ModelShape, layout: Layout, stage: Stage) -> RankCount:
             dense += _local(rule, shape, layout.tp) if is_here else 0
             continue
         num_layers = sum(1 for layer, _ in rule.places(shape) if layer in layers)
-        if rule.scope.startswith("expert"):
+        if rule.is_of_experts:
             expert += _local(rule, shape, layout.etp) * num_layers // layout.ep
         elif rule.scope == "indexer":
             frozen += numel(rule, shape) * num_layers

@@ -106,7 +106,7 @@ def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
     """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
     # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
     rules = rules_of(shape)
-    return max((3 - rule.scope.startswith("expert")) * whole_bytes(rule, shape, element, ep) for rule in rules)
+    return max((3 - rule.is_of_experts) * whole_bytes(rule, shape, element, ep) for rule in rules)
 
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
