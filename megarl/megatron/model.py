@@ -129,28 +129,33 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         expected = f"expected one of {[*shape.indexer_layers]}; change parallel.pp, vpp or the first stage's layers"
         raise ConfigError(f"layer {first}, the first of a stage, takes keys that an earlier one selects, {expected}")
     for layer in layers:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if isinstance(config, MLATransformerConfig):
-            from megatron.core.post_training.modelopt.layers import Linear  # not in every release
-
-            # In column-parallel ones, the gradient of the rotated keys would come from a rank's own heads only.
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-            norm = ModuleSpec(RMSNorm, params={"own_eps": shape.latent_norm_epsilon})
-            attention.kv_layernorm = norm
-            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm  # 0.19 refuses an unused one
-            if shape.indexer_layers:
-                attention.core_attention = ModuleSpec(SparseAttention, params={"shape": shape})
-                layer.submodules.self_attention.module = SparseLatentAttention
-        elif config.qk_layernorm and shape.norm_over_heads:
-            attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})
-            attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
-        elif config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        _use_local_parts(layer, config, shape)
     _place_delta_nets(layers, shape, first)
     norm_class: Any = RMSNorm if spec.layer_norm else None  # a class, although 0.16 and before annotate a module
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class)
+
+
+def _use_local_parts(layer: Any, config: TransformerConfig, shape: ModelShape) -> None:
+    """Give a local layer attention for packed sequences, and the model's norms."""
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if isinstance(config, MLATransformerConfig):
+        from megatron.core.post_training.modelopt.layers import Linear  # not in every release
+
+        # In column-parallel ones, the gradient of the rotated keys would come from a rank's own heads only.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        norm = ModuleSpec(RMSNorm, params={"own_eps": shape.latent_norm_epsilon})
+        attention.kv_layernorm = norm
+        attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm  # 0.19 refuses an unused one
+        if shape.indexer_layers:
+            attention.core_attention = ModuleSpec(SparseAttention, params={"shape": shape})
+            layer.submodules.self_attention.module = SparseLatentAttention
+    elif config.qk_layernorm and shape.norm_over_heads:
+        attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
 
 
 def _place_delta_nets(layers: list[Any], shape: ModelShape, first: int) -> None:
@@ -196,16 +201,7 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             rope_scaling_factor=shape.rope_factor or 1.0,
             vp_stage=stage,
         )
-        for name, parameter in chunk.named_parameters():
-            if name.endswith("softmax_offset") or (".experts." in name and "bias" in name):
-                # Each rank's own, but not marked so, or marked as a copy: the norm of the gradients would count one
-                # rank's, and sequence parallelism would sum gradients of different experts.
-                marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-                vars(parameter).update(marks, sequence_parallel=False)
-        for module in chunk.modules() if config.add_bias_linear else ():
-            if isinstance(module, RowParallelLinear) and module.is_expert:
-                # Experts of local layers add their bias in place, to what autograd takes for a view of the product.
-                module.register_forward_hook(lambda _, __, result: (result[0].clone(), result[1]))
+        _fix_biases(chunk, config)
         if config.moe_router_enable_expert_bias:
             _fix_expert_bias(chunk)
         if config.multi_latent_attention and uses_te(shape):
@@ -215,6 +211,22 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
                 vars(module)["fuse_wgrad_accumulation"] = True
         chunks.append(chunk.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
     return chunks
+
+
+def _fix_biases(chunk: GPTModel, config: TransformerConfig) -> None:
+    """Correct how Megatron treats sinks and the biases of experts.
+
+    They are each rank's own, but not marked so, or marked as a copy: the norm of the gradients would count one rank's,
+    and sequence parallelism would sum gradients of different experts. Experts of local layers add their output bias in
+    place, to what autograd takes for a view of the product.
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith("softmax_offset") or (".experts." in name and "bias" in name):
+            marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+            vars(parameter).update(marks, sequence_parallel=False)
+    for module in chunk.modules() if config.add_bias_linear else ():
+        if isinstance(module, RowParallelLinear) and module.is_expert:
+            module.register_forward_hook(lambda _, __, result: (result[0].clone(), result[1]))
 
 
 def _fix_expert_bias(chunk: GPTModel) -> None:
