@@ -98,6 +98,12 @@ def columns_of_probabilities(
     return columns_of(theta, old, mu, advantages, None, bounds, ref, below=0.0)
 
 
+def one_far_token(size: int = 400) -> TokenColumns:
+    """A response whose engines agree but for a token, of which the mean over the response shows little."""
+    trained = [0.2, *[0.5] * (size - 1)]
+    return columns_of_probabilities(trained, trained, [0.5] * size, -1.0, ref=trained)
+
+
 ROWS = {
     name: dataclasses.replace(row, advantage="group_mean") if row.advantage in parts.NON_NEGATIVE_ADVANTAGES else row
     for name, row in OBJECTIVES.items()
@@ -158,6 +164,7 @@ BOUNDS = {
     "ratio": (0.3, 3.0), "log_ratio": (-1.0, 1.0), "difference": (-0.3, 0.3), "tv": (0.01, 0.3), "topk_tv": (0.01, 0.3)
 }  # fmt: skip
 """Statistic -> between which values the bounds of a random mask lie."""
+OF_RATIOS = [scope for scope in get_args(parts.Scope) if scope not in parts.DIVERGENCE_SCOPES]
 
 
 @st.composite
@@ -170,22 +177,26 @@ def masks(draw: Any) -> Mask:
     low, high = draw(st.none() | st.floats(least, middle)), draw(st.none() | st.floats(middle, most))
     if low is None and high is None:
         high = (middle + most) / 2
+    scope = draw(st.sampled_from(OF_RATIOS if signed else get_args(parts.Scope)))
+    takes_high_alone = scope in ("prefix_budget", "batch_mean")
     return Mask(
         "theta_mu" if statistic in parts.TOP_K else draw(st.sampled_from(get_args(parts.Policies))),
         statistic,
-        draw(st.sampled_from([s for s in get_args(parts.Scope) if s != "sequence_max" or not signed])),
-        low,
-        high,
+        scope,
+        None if takes_high_alone else low,
+        draw(st.floats(least, most)) if takes_high_alone else high,
         draw(st.sampled_from(get_args(parts.MaskSign))),
-        draw(st.booleans()),
+        draw(st.booleans()) and not takes_high_alone,
         draw(st.sampled_from([0.0, 0.5])) if statistic == "log_ratio" else 0.0,
         draw(st.sampled_from(get_args(parts.InDenominator))),
+        draw(st.floats(0, 0.1)),
+        draw(st.floats(0.1, 1)),
     )
 
 
 @st.composite
 def factors(draw: Any, policies: str, sign: str = "both") -> Factor:
-    scope = draw(st.sampled_from([s for s in get_args(parts.Scope) if s != "sequence_max"]))
+    scope = draw(st.sampled_from(OF_RATIOS))
     fn = draw(st.sampled_from(get_args(parts.FactorFunction)))
     can_normalize = scope in ("token", "sequence_mean", "sequence_sum") and fn != "vespo"
     return Factor(

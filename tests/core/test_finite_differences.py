@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from core_batches import ROWS
+from core_batches import ROWS, one_far_token
 from differences import Batch, Case, Rows, batch_of, compare, fresh, ppo, token, total, window
 
 from megarl.core.objectives import Factor, Objective, Penalty, coefficients
@@ -168,8 +168,50 @@ def gmpo(lp: Rows, b: Batch) -> float:
     return sum(values) / len(values)
 
 
-def gspo(lp, at, old, mu, a):
-    return ppo(fresh(np.exp(np.mean(at - old)), lp, at), a, 0.9997, 1.0004)
+def gspo(lp, at, old, mu, a, low=0.9997, high=1.0004):
+    return ppo(fresh(np.exp(np.mean(at - old)), lp, at), a, low, high)
+
+
+def ipo(lp: Rows, b: Batch) -> float:
+    terms = []
+    for now, at, mu, a in zip(lp, b.lp, b.mu, b.a, strict=True):
+        near = np.abs(np.exp(at) - np.exp(mu)) <= 0.1
+        terms.append(near * np.exp(now - mu) * a - 1e-3 * (now - mu) ** 2)
+    return total("token-mean", terms)
+
+
+def mis_po(lp, at, old, mu, a):
+    g = np.exp(old - mu)
+    return (g >= 0.5) * (g <= 2) * (0.996 <= np.exp(np.mean(old - mu)) <= 1.001) * a * lp
+
+
+def trm(lp, at, old, mu, a):
+    kl = kl2(mu, at)
+    return (np.max(kl) <= 0.05 and np.mean(kl) <= 1e-3) * np.exp(lp - mu) * a
+
+
+def m2po(lp: Rows, b: Batch) -> float:
+    """Algorithm 1: the token with the largest (ln w)^2 goes, one at a time."""
+    logs = [at - mu for at, mu in zip(b.lp, b.mu, strict=True)]
+    trust = {(n, t): x * x for n, one in enumerate(logs) for t, x in enumerate(one) if b.a[n][t] * x > 0}
+    keep = [np.ones(len(one)) for one in logs]
+    while trust and np.mean(list(trust.values())) > 0.04:
+        n, t = max(trust, key=trust.__getitem__)
+        keep[n][t] = 0
+        del trust[n, t]
+    return total(MEAN, [k * np.exp(now - mu) * a for k, now, mu, a in zip(keep, lp, b.mu, b.a, strict=True)])
+
+
+def cppo(lp, at, old, mu, a):
+    """Algorithm 1."""
+    held = weights = 0.0
+    keep = np.ones(len(lp))
+    for t in range(len(lp)):
+        weight = 1 - 0.2 / max(len(lp) - 1, 1) * t
+        z = weight * abs(np.exp(at[t]) - np.exp(mu[t]))
+        keep[t] = a[t] * (at[t] - mu[t]) <= 0 or z <= min(0.15, 0.15 + 0.015 * weights - held)
+        held, weights = held + z, weights + weight
+    return keep * np.exp(lp - mu) * a
 
 
 def capped_r(lp, at, old, mu, a):
@@ -226,6 +268,13 @@ CASES: dict[str, Case] = {
     "topr": token(SUM, topr),
     "vespo": token("token-mean", vespo),
     "gmpo": gmpo,
+    "ipo": ipo,
+    "mis_po": token("token-mean", mis_po),
+    "trm": token(SUM, trm),
+    "luspo": token(SUM, lambda lp, at, old, mu, a: gspo(lp, at, old, mu, a, 0.998, 1.0025)),
+    "flash_reinforce": token(MEAN, lambda lp, at, old, mu, a: (np.mean(kl2(mu, at)) <= 3e-3) * np.exp(at - mu) * a * lp),
+    "m2po": m2po,
+    "cppo": token("token-mean", cppo),
     "minimal_mask": token(
         SUM,
         lambda lp, at, old, mu, a: ~((a < 0) & (np.exp(mu) - np.exp(at) >= 0.5)) * np.exp(lp - mu) * a,
@@ -303,7 +352,7 @@ def test_coefficients_are_the_derivative(name: str) -> None:
     found = np.concatenate([compare(row, CASES[name], seed) for seed in SEEDS])
     assert (found != 0).any()
     # Each mask is seen at work, else its case says nothing.
-    assert (found == 0).any() == bool(row.masks)
+    assert (found == 0).any() == bool(row.masks) or any(penalty.coef for penalty in row.penalties)
 
 
 @pytest.mark.parametrize("name", EXTRA)
@@ -318,6 +367,6 @@ def test_each_mask_of_a_row_matters(name: str) -> None:
     row = ROWS[name]
     for index, mask in enumerate(row.masks):
         fewer = dataclasses.replace(row, masks=(*row.masks[:index], *row.masks[index + 1 :]))
-        batches = [batch_of(seed)[0] for seed in SEEDS]
+        batches = [batch_of(seed)[0] for seed in SEEDS] + ([] if row.needs_topk else [one_far_token()])
         same = [torch.equal(coefficients(row, one).values, coefficients(fewer, one).values) for one in batches]
         assert not all(same), f"{mask} drops nothing"

@@ -23,10 +23,11 @@ PLACES = [
     for name, row in OBJECTIVES.items()
     for index, mask in enumerate(row.records)
     for side in ("low", "high")
-    if getattr(mask, side) is not None
+    if getattr(mask, side) is not None and mask.scope != "batch_mean"
     for way in ((-1 if side == "low" else 1,) if mask.statistic in SIGNED else (1, -1))
 ]
 """Row, mask, bound, and whether the first policy of the pair is above (1) or below the second."""
+CPPO = Mask("old_mu", "k2", "prefix_budget", high=0.125, sign="outward", budget=0.0625, last_weight=0.5)
 TOKEN = 3
 """The token looked at: the fourth, whose bounds grow by sqrt(4) = 2 in a mask with growth 0.5."""
 
@@ -111,6 +112,23 @@ def test_at_the_bound_and_one_float_beyond(name, index, side, way, advantage, dt
         (Mask("old_mu", "log_ratio", "prefix", high=0.5), [0.25, 0.25, 2**-20], [1, 1, 0]),
         (Mask("old_mu", low=1.0, high=1.0), [0.0, 2**-20, -(2**-20)], [1, 0, 0]),
         (Mask("old_mu", low=1.0, strict=True), [0.0, 2**-20, -(2**-20)], [0, 1, 0]),
+        # The mean of the rest is at its bound, and a float beyond; equal values leave together, also all of them.
+        (Mask("old_mu", "k2", "batch_mean", high=0.0625), [0.5, -0.25, 0.25], [1, 1, 1]),
+        (Mask("old_mu", "k2", "batch_mean", high=0.0625), [0.5 + 2**-20, -0.25, 0.25], [0, 1, 1]),
+        (Mask("old_mu", "k2", "batch_mean", high=0.03125), [-0.5, 0.25, 0.5], [0, 1, 0]),
+        (Mask("old_mu", "k2", "batch_mean", high=0.03125 - 2**-20), [-0.5, 0.25, 0.5], [0, 0, 0]),
+        (Mask("old_mu", "k2", "batch_mean", high=0.0), [0.0, 2**-10, 0.0], [1, 0, 1]),
+        (Mask("old_mu", "k2", "batch_mean", high=0.03125, sign="outward"), [0.5, -0.5, 0.25], [0, 1, 1]),
+        # Weights 1, 0.75 and 0.5: 0.125 at most each, and in a prefix 0.125 more than 1/16 of the weights before it.
+        (CPPO, [0.5, 0.0, 0.5], [1, 1, 1]),
+        (CPPO, [0.5 + 2**-20, 0.0, 0.0], [0, 1, 1]),
+        (CPPO, [0.0, 0.0, 0.6875], [1, 1, 1]),
+        (CPPO, [0.0, 0.0, 0.75], [1, 1, 0]),
+        (CPPO, [0.5, 0.25, 0.25], [1, 1, 1]),
+        (CPPO, [0.5, 0.5, 0.25], [1, 0, 1]),
+        (CPPO, [0.5, 0.5, 0.5], [1, 0, 0]),
+        (CPPO, [-0.75, -0.5, 0.25], [1, 1, 0]),
+        (CPPO, [-0.75, -0.5, -0.25], [1, 1, 1]),
     ],
 )
 def test_numbers_that_are_exact_in_binary(mask: Mask, logs: list[float], kept: list[int]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.reference_objectives import over_scope
 
-from megarl.core.choices.parts import Scope
+from megarl.core.choices.parts import DIVERGENCE_SCOPES, Scope
 from megarl.core.ratios import (
     aggregate,
     check_cu_seqlens,
@@ -112,7 +112,7 @@ def test_rows_are_summed_like_each_alone() -> None:
     assert segment_sum(values > 2, bounds).tolist() == [[0, 0, 1], [2, 0, 1]]
 
 
-KINDS = [scope for scope in get_args(Scope) if scope != "sequence_max"]
+KINDS = [scope for scope in get_args(Scope) if scope not in DIVERGENCE_SCOPES]
 
 
 @settings(max_examples=80, deadline=None)

@@ -12,6 +12,7 @@ from core_batches import (
     lengths_strategy,
     likely_columns,
     objectives,
+    one_far_token,
     random_columns,
     seed_strategy,
     slow_coefficients,
@@ -40,7 +41,7 @@ def test_what_rows_need():
     assert not variant("grpo", penalties=(Penalty("k3"),)).needs_ref_logprobs
     assert not variant("grpo", penalties=(Penalty("k3", "mu", 0.1),)).needs_ref_logprobs
     assert {name: set(row.beforehand) for name, row in OBJECTIVES.items() if row.beforehand} == {
-        "adaptive_power": {"theta_old"}, "geo_rs": {"old_mu"},
+        "adaptive_power": {"theta_old"}, "geo_rs": {"old_mu"}, "m2po": {"theta_mu"},
     }  # fmt: skip
     assert [name for name, row in OBJECTIVES.items() if row.needs_topk] == ["dppo_topk"]
     assert [set(OBJECTIVES[name].pairs) for name in ("minirl", "drpo", "sapo", "raft")] == [
@@ -112,5 +113,7 @@ def test_random_records(objective: Objective, seed: int, lengths: list[int]) -> 
 def test_rows(name: str) -> None:
     for seed in range(3):
         check(ROWS[name], likely_columns(seed, [3, 5, 0, 6]))
+        if not ROWS[name].needs_topk and not seed:
+            check(ROWS[name], one_far_token())
         if not ROWS[name].needs_topk:
             check(ROWS[name], random_columns(seed, [3, 5, 0, 6]))

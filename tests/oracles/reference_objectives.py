@@ -93,8 +93,43 @@ def statistic(m: Mask, token: Token) -> float:
     }[m.statistic]
 
 
-def drops(m: Mask, tokens: Sequence[Token], j: int) -> bool:
-    """Whether a mask drops the j-th kept token of a sequence."""
+def leads_away(m: Mask, tokens: Sequence[Token], j: int, scope: str = "token") -> bool:
+    """Whether a divergence mask may drop the j-th kept token: its sign, and for "outward" the ratio over a scope."""
+    advantage = tokens[j].advantage
+    if m.sign == "outward":
+        return over_scope(scope, [t.log_ratio(m.policies) for t in tokens], j) * advantage > 0
+    return m.sign == "both" or advantage < 0
+
+
+def least_dropped(m: Mask, sequences: Sequence[Sequence[Token]]) -> float:
+    """M2PO: the largest values go, equal ones together, until the mean of the rest is at most the bound."""
+    left = [statistic(m, t[j]) for t in sequences for j in range(len(t)) if leads_away(m, t, j)]
+    least = math.inf
+    assert m.high is not None
+    while left and math.fsum(left) / len(left) > m.high:
+        least = max(left)
+        left = [value for value in left if value < least]
+    return least
+
+
+def over_budget(m: Mask, tokens: Sequence[Token], j: int) -> bool:
+    """CPPO: not (v_t D_t <= delta and S_t <= delta + budget W_{t-1}), with running sums."""
+    held = allowed = value = 0.0
+    for k in range(j + 1):
+        weight = 1 - (1 - m.last_weight) * k / max(len(tokens) - 1, 1)
+        value = weight * statistic(m, tokens[k])
+        held += value
+        allowed += weight if k < j else 0.0
+    assert m.high is not None
+    return value > m.high or held > m.high + m.budget * allowed
+
+
+def drops(m: Mask, tokens: Sequence[Token], j: int, sequences: Sequence[Sequence[Token]]) -> bool:
+    """Whether a mask drops the j-th kept token of one of the sequences of a batch."""
+    if m.scope == "batch_mean":
+        return leads_away(m, tokens, j) and statistic(m, tokens[j]) >= least_dropped(m, sequences)
+    if m.scope == "prefix_budget":
+        return leads_away(m, tokens, j) and over_budget(m, tokens, j)
     value, advantage = over_scope(m.scope, [statistic(m, t) for t in tokens], j), tokens[j].advantage
     low = -math.inf if m.low is None else m.low * (j + 1) ** m.growth
     high = math.inf if m.high is None else m.high * (j + 1) ** m.growth
@@ -108,9 +143,7 @@ def drops(m: Mask, tokens: Sequence[Token], j: int) -> bool:
         return advantage < 0 and (below or above)
     if m.statistic in ("ratio", "log_ratio", "difference"):
         return (advantage > 0 and above) or (advantage < 0 and below)
-    scope = "sequence_sum" if m.scope == "sequence_max" else m.scope
-    moved = over_scope(scope, [t.log_ratio(m.policies) for t in tokens], j)
-    return (below or above) and moved * advantage > 0
+    return (below or above) and leads_away(m, tokens, j, "sequence_sum" if m.scope == "sequence_max" else m.scope)
 
 
 def factor_log_ratio(f: Factor, tokens: Sequence[Token], j: int) -> float:
@@ -214,7 +247,7 @@ class Sizes:
         members = list(usable)
         for n, tokens in enumerate(sequences):
             for j in range(len(tokens)):
-                dropping = [m for m in o.masks if isinstance(m, Mask) and drops(m, tokens, j)]
+                dropping = [m for m in o.masks if isinstance(m, Mask) and drops(m, tokens, j, sequences)]
                 self.lengths[n] -= any(m.denominator in ("leave", "leave_tokens") for m in dropping)
                 members[n] -= any(m.denominator == "leave" for m in dropping)
         self.num_sequences = sum(1 for count in members if count > 0)
@@ -268,7 +301,7 @@ def coefficients(
                 value *= rows[n][j]
             if o.gate is not None:
                 value *= gate(o.gate, token)
-            if any(isinstance(m, Mask) and drops(m, tokens, j) for m in o.masks):
+            if any(isinstance(m, Mask) and drops(m, tokens, j, sequences) for m in o.masks):
                 value = 0.0
             terms.append(value)
         if o.prefix_grad:

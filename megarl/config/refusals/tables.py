@@ -6,7 +6,7 @@ from megarl.config import megatron_fields
 from megarl.config.tables import Tables
 from megarl.config.tables.base import Row
 from megarl.core.choices.credit import Credit
-from megarl.core.choices.parts import GROUP_ADVANTAGES, TOKEN_ADVANTAGES
+from megarl.core.choices.parts import BATCH_ADVANTAGES, GROUP_ADVANTAGES, TOKEN_ADVANTAGES
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError
 
@@ -81,8 +81,8 @@ def _groups(config: Tables) -> Iterator[Row]:
         of_trained = 'credit.statistics = "trained"'
     elif objective.advantage in GROUP_ADVANTAGES:
         of_trained = f"the advantage {objective.advantage!r}"
-    elif objective.advantage == "reinforce_pp" and config.rollout.prompts_per_step == 1:
-        of_trained = "the advantage 'reinforce_pp' and rollout.prompts_per_step = 1"
+    elif objective.advantage in BATCH_ADVANTAGES and config.rollout.prompts_per_step == 1:
+        of_trained = f"the advantage {objective.advantage!r} and rollout.prompts_per_step = 1"
     trained, draws_one = config.train_size, size == 1
     if not sampling.allotted:
         rule = sampling.rule_of(size)

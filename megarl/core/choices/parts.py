@@ -19,12 +19,13 @@ from megarl.errors import ConfigError
 
 AdvantageName = Literal[
     "group_mean", "grpo", "rloo", "raft", "token_level_kl", "process", "raw", "raw_mixed", "signed", "positive_part",
-    "opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo",
+    "opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "batch_mean",
 ]  # fmt: skip
 PoolScale = Literal["none", "std", "rate", "root_rate"]
 Selection = Literal["all", "mixed_groups", "positive"]
 Policies = Literal["theta_old", "theta_mu", "old_mu"]
-Scope = Literal["token", "prefix", "future_mean", "future_sum", "sequence_mean", "sequence_sum", "sequence_max"]
+Scope = Literal["token", "prefix", "future_mean", "future_sum", "sequence_mean", "sequence_sum", "sequence_max",
+    "prefix_budget", "batch_mean"]  # fmt: skip
 Statistic = Literal[
     "ratio", "log_ratio", "difference", "tv", "kl", "kl_rev", "kl_sym", "k2", "k3", "topk_tv", "topk_kl"
 ]
@@ -42,8 +43,12 @@ TOKEN_ADVANTAGES = ("token_level_kl", "process")
 """Advantages per token instead of per response."""
 GROUP_ADVANTAGES = ("group_mean", "grpo", "rloo", "opo", "gdpo", "reinforce_pp_baseline", "token_level_kl")
 """Advantages relative to a group of responses: exactly 0 in a group of one. ("process" compares steps instead.)"""
+BATCH_ADVANTAGES = ("reinforce_pp", "batch_mean")
+"""Advantages relative to all responses of a step: exactly 0 in a step of one response."""
 NON_NEGATIVE_ADVANTAGES = ("raft", "positive_part")
 """Advantages of 0 or more: a response is accepted or ignored, and never made less likely."""
+DIVERGENCE_SCOPES = ("sequence_max", "prefix_budget", "batch_mean")
+"""Scopes of a mask over statistics from 0 up. The last two take an upper bound alone."""
 RATIOS = ("ratio", "log_ratio")
 """Statistics of the log-ratio over the tokens of a scope; divergences are per token, then summed or averaged."""
 TOP_K = ("topk_tv", "topk_kl")
@@ -67,7 +72,12 @@ class Mask:
     the sampler's top K tokens as further classes (needs the column ``topk``)."""
     scope: Scope = "token"
     """Tokens of the response: the token alone, up to the token, from the token on, all. Log-ratios are summed or
-    averaged ("sequence_mean" is the geometric mean of ratios), other statistics directly."""
+    averaged ("sequence_mean" is the geometric mean of ratios), other statistics directly.
+
+    - "prefix_budget", of D_t: ``max(v_t D_t, sum_{k<=t} v_k D_k - budget sum_{k<t} v_k)``, where v falls from 1 at the
+      first token to ``last_weight`` at the last.
+    - "batch_mean": drops the largest values among the tokens that ``sign`` names, until the mean of the rest over the
+      whole mini-batch is at most ``high``. Equal values are dropped together."""
     low: float | None = None
     """Lower bound; None for none."""
     high: float | None = None
@@ -82,6 +92,10 @@ class Mask:
     denominator: InDenominator = "keep"
     """Dropped tokens count in denominators | leave the denominators, with the response if all its tokens are dropped |
     leave the numbers of tokens only."""
+    budget: float = 0.015
+    """Of "prefix_budget": what a prefix may hold on average."""
+    last_weight: float = 0.8
+    """Of "prefix_budget": the weight of the last token."""
 
     def __post_init__(self) -> None:
         check_types(self, "mask")
@@ -242,7 +256,7 @@ class Objective:
     def beforehand(self) -> frozenset[Policies]:
         """The pairs of policies with ratios needed for the whole mini-batch before the update."""
         readers: list[Mask | Factor] = [factor for factor in self.factors if factor.needs_batch]
-        readers += [mask for mask in self.records if mask.denominator != "keep"]
+        readers += [mask for mask in self.records if mask.denominator != "keep" or mask.scope == "batch_mean"]
         return frozenset(record.policies for record in readers)
 
     @property
@@ -297,7 +311,9 @@ def _check_mask(m: Mask) -> None:
         "below_0": not may_be_negative and any(bound < 0 for bound in bounds),
         "outward": m.sign == "outward" and is_two_sided and not is_around_middle,
         "growth": m.growth < 0 or (m.growth and m.statistic != "log_ratio"),
-        "sequence_max": m.scope == "sequence_max" and is_two_sided,
+        "divergence_scope": m.scope in DIVERGENCE_SCOPES and is_two_sided,
+        "high_alone": m.scope in DIVERGENCE_SCOPES[1:] and (m.high is None or m.low is not None or m.strict),
+        "budget": m.budget < 0 or not 0 < m.last_weight <= 1,
         "topk": m.statistic in TOP_K and m.policies != "theta_mu",
     }
     _refuse(m, rules, middle=middle)
@@ -307,7 +323,7 @@ def _check_factor(f: Factor) -> None:
     clamps = [bound for bound in (f.low, f.high) if bound is not None]
     can_be_averaged = f.scope in ("token", "sequence_mean", "sequence_sum") and f.fn != "vespo"
     rules = {
-        "sequence_max": f.scope == "sequence_max",
+        "divergence_scope": f.scope in DIVERGENCE_SCOPES,
         "clamps": any(not bound > 0 for bound in clamps) or clamps != sorted(clamps),
         "power": f.power < 0,
         "ess_target": not 0 < f.ess_target <= 1,

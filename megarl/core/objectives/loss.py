@@ -9,13 +9,14 @@ entropy bonus is the only second stream: a coefficient per token for the gradien
 Policies: theta (being trained), old (the training engine before the update), mu (the rollout engine).
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import Mask, Objective
 from megarl.core.choices.table import find_objective
 from megarl.core.devices import DeviceChecks
 from megarl.core.metrics import Stat
@@ -28,7 +29,7 @@ from megarl.core.objectives.columns import (
     count_loss_tokens,
     prepare,
 )
-from megarl.core.objectives.masks import Trusted, find_trusted
+from megarl.core.objectives.masks import Trusted, batch_bound, find_trusted
 from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
 
@@ -53,6 +54,8 @@ class BatchFacts:
     """By factor: q of "adaptive_power", else None."""
     means: tuple[float | None, ...]
     """By factor: the divisor of ``batch_normalize``, else None."""
+    bounds: tuple[float | None, ...]
+    """By mask: the least value dropped by the scope "batch_mean", else None."""
     denominators: Denominators | None = None
     """Counts without the tokens that masks remove; None if no mask removes tokens from denominators."""
 
@@ -61,7 +64,7 @@ class BatchFacts:
         """Return the facts of a batch in which all ratios are 1."""
         exponents = tuple(1.0 if factor.fn == "adaptive_power" else None for factor in objective.factors)
         means = (weights.factor_at_one(f, device) if f.batch_normalize else None for f in objective.factors)
-        return cls(exponents, tuple(means))
+        return cls(exponents, tuple(means), tuple(math.inf if _by_batch(mask) else None for mask in objective.masks))
 
 
 def coefficients(
@@ -113,21 +116,21 @@ def state_coefficients(
     check_columns(objective, state)
     ratios = PolicyRatios(state)
     if facts is None:
-        facts = BatchFacts(*_find_facts(objective, [(state, ratios)], lambda sums: sums))
+        facts = _find_facts(objective, [(state, ratios)], lambda sums: sums)
     weight, weight_metrics = weights.importance_weight(objective, state, ratios, facts.exponents, facts.means)
-    trusted, trust_metrics = find_trusted(objective, state, ratios)
+    trusted, trust_metrics = find_trusted(objective, state, ratios, facts.bounds)
     scale = _aggregation_scale(objective, state, trusted, facts.denominators or denominators)
     if objective.gate is not None:
-        gate = weights.gate_values(objective.gate, state, ratios)
-        weight = gate if weight is None else weight * gate
-    values = state.advantages if weight is None else weight * state.advantages
-    values = torch.where(trusted.inside, values * scale, 0.0)
+        weight = weight * weights.gate_values(objective.gate, state, ratios)
+    weight = torch.where(trusted.inside, weight, 0.0)
+    values = weight * state.advantages * scale
     if objective.prefix_grad:
         values = ratio_gradient(objective.factors[0].scope, values, state.keep, state.cu_seqlens)
     usable = torch.count_nonzero(state.usable)
     counts = torch.stack([usable, torch.count_nonzero(loss_mask) - usable, usable - ratios.count])
     names = ("loss_tokens", "logprobs/invalid", "logprobs/dropped")
     metrics = {name: Stat.total(count) for name, count in zip(names, counts.double().unbind(), strict=True)}
+    metrics |= Stat.means({"tis/kept_weight": weight}, torch.count_nonzero(trusted.counted))
     metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
     for penalty in objective.penalties:
         if penalty.coef:
@@ -148,14 +151,14 @@ def gather_facts(
     """
     if not objective.beforehand:
         return None
-    states = [prepare(columns) for columns in micro_batches]
-    batches = [(state, PolicyRatios(state)) for state in states]
-    denominators = None
-    if objective.leaves:
-        trusted = [find_trusted(objective, *batch)[0] for batch in batches]
-        counts = [_count(decision, state.cu_seqlens) for decision, state in zip(trusted, states, strict=True)]
-        denominators = Denominators(*(int(count) for count in total(torch.stack(counts).sum(0).double()).tolist()))
-    return BatchFacts(*_find_facts(objective, batches, total), denominators)
+    batches = [(state, PolicyRatios(state)) for state in map(prepare, micro_batches)]
+    facts = _find_facts(objective, batches, total)
+    if not objective.leaves:
+        return facts
+    trusted = [find_trusted(objective, *batch, facts.bounds)[0] for batch in batches]
+    counts = [_count(decision, state.cu_seqlens) for decision, (state, _) in zip(trusted, batches, strict=True)]
+    num_tokens, num_sequences = map(int, total(torch.stack(counts).sum(0).double()).tolist())
+    return replace(facts, denominators=Denominators(num_tokens, num_sequences))
 
 
 def policy_loss(
@@ -200,10 +203,14 @@ def check_columns(objective: Objective, state: TokenState) -> None:
         )
 
 
+def _by_batch(mask: object) -> bool:
+    return isinstance(mask, Mask) and mask.scope == "batch_mean"
+
+
 def _find_facts(
     objective: Objective, batches: Sequence[tuple[TokenState, PolicyRatios]], total: weights.Total
-) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
-    """Return exponents and means of ``BatchFacts``."""
+) -> BatchFacts:
+    """Return ``BatchFacts`` without denominators."""
     exponents: list[float | None] = []
     means: list[float | None] = []
     for factor in objective.factors:
@@ -218,7 +225,8 @@ def _find_facts(
             mean = summed / count if summed else 1.0
         exponents.append(exponent)
         means.append(mean)
-    return tuple(exponents), tuple(means)
+    bounds = tuple(batch_bound(mask, batches, total) if _by_batch(mask) else None for mask in objective.masks)
+    return BatchFacts(tuple(exponents), tuple(means), bounds)
 
 
 def _count(trusted: Trusted, cu_seqlens: Tensor) -> Tensor:

@@ -21,13 +21,13 @@ def importance_weight(
     ratios: PolicyRatios,
     exponents: tuple[float | None, ...],
     means: tuple[float | None, ...],
-) -> tuple[Tensor | None, dict[str, Stat]]:
-    """Return the product of the factors [T], finite, None for 1; and metrics.
+) -> tuple[Tensor, dict[str, Stat]]:
+    """Return the product of the factors [T], finite; and metrics.
 
     exponents, means: by factor, q of "adaptive_power" and the divisor of ``batch_normalize``. ConfigError or
     NumericsError for a function of the user as in ``check_returned``.
     """
-    values: Tensor | None = None
+    weight = torch.ones_like(state.logprobs)
     truncated = torch.zeros_like(state.keep)
     metrics: dict[str, Stat] = {}
     for factor, exponent, mean in zip(objective.factors, exponents, means, strict=True):
@@ -41,13 +41,11 @@ def importance_weight(
             metrics[f"tis/{factor.policies}"] = Stat.summary(clamped, state.keep)
         if mean is not None:
             clamped = clamped / mean
-        clamped = _where_applied(factor, clamped, state, 1.0)
-        values = clamped if values is None else values * clamped
-    weight = torch.ones_like(state.logprobs) if values is None else values
+        weight = weight * _where_applied(factor, clamped, state, 1.0)
     metrics |= Stat.means({"tis/truncated": truncated}, ratios.count)
     metrics["tis/weight"] = Stat.summary(weight, state.keep)
     metrics["tis/ess"] = Stat.ess_of(metrics["tis/weight"])
-    return values, metrics
+    return weight, metrics
 
 
 def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, exponent: float | None = None) -> Tensor:
