@@ -151,6 +151,11 @@ sampling.rule=tiers 'sampling.tiers=[1]' sampling.train_size=1 | sampling.tiers:
 sampling.rule=tiers 'sampling.tiers=[1, 2]' sampling.train_size=1 | allowed
 rollout.group_size=1 'train.objective_overrides={"advantage" = "reinforce_pp"}' rollout.prompts_per_step=1
     | rollout.group_size: found 1 response to a prompt with
+rollout.group_size=1 train.objective=flash_reinforce | allowed
+rollout.group_size=1 train.objective=flash_reinforce rollout.prompts_per_step=1 train.mini_batches=1
+    | rollout.group_size: found 1 response to a prompt with | 'batch_mean'
+rollout.group_size=1 train.objective=flash_reinforce sampling.refill=true
+    | rollout.group_size: found 1 response to a prompt with | sampling.refill = true
 rollout.group_size=1 'train.objective_overrides={"entropy_coef" = 0.1}'
     | rollout.group_size: found 1 response to a prompt with
 sampling.rule=ada_seq_balance train.objective=kl_grpo sampling.advantages=objective | allowed
@@ -187,6 +192,7 @@ sampling.rule=ada_seq_pos 'train.objective_overrides={advantage = "raft"}' | all
 """
 SEVERAL = {"reward__function": "rewards:mine", "reward__weights": {"right": 1.0, "short": 0.5}}
 ALONE = ("gdpo", "opo", "reinforce_pp", "reinforce_pp_baseline", "raw", "raw_mixed", "signed", "positive_part")
+ALONE += ("batch_mean",)
 
 
 @pytest.mark.parametrize(("overrides", "parts"), [(read_words(words), parts) for words, parts in read_rows(ROWS)])

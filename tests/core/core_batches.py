@@ -98,9 +98,9 @@ def columns_of_probabilities(
     return columns_of(theta, old, mu, advantages, None, bounds, ref, below=0.0)
 
 
-def one_far_token(size: int = 400) -> TokenColumns:
+def one_far_token(size: int = 200) -> TokenColumns:
     """A response whose engines agree but for a token, of which the mean over the response shows little."""
-    trained = [0.2, *[0.5] * (size - 1)]
+    trained = [0.225, *[0.5] * (size - 1)]
     return columns_of_probabilities(trained, trained, [0.5] * size, -1.0, ref=trained)
 
 

@@ -26,7 +26,7 @@ from megarl.core.advantages.groups import (
     uniform_groups,
 )
 from megarl.core.advantages.tokens import token_level_kl, token_level_returns
-from megarl.core.advantages.weighted import gdpo, grpo_sum, opo, reinforce_pp, reinforce_pp_baseline, whiten
+from megarl.core.advantages.weighted import batch_mean, gdpo, grpo_sum, opo, reinforce_pp, reinforce_pp_baseline, whiten
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.objectives import OBJECTIVES, advantages_of, select_responses
 from megarl.core.sampling.collector import Pool
@@ -37,7 +37,7 @@ batches = st.lists(
     min_size=1,
     max_size=12,
 )
-BY_LENGTH = [opo, reinforce_pp, reinforce_pp_baseline]
+BY_LENGTH = [opo, reinforce_pp, reinforce_pp_baseline, batch_mean]
 
 
 def close(actual: torch.Tensor, expected: Any, atol: float = 1e-9) -> None:
@@ -62,6 +62,8 @@ def test_two_groups_weighed_by_tokens():
     """Group 0 has the rewards 1, 0 on 1 and 3 tokens, group 5 the rewards 3, 1 on 2 and 2."""
     rewards, groups, lengths = [1.0, 0, 3, 1], [0, 0, 5, 5], [1, 3, 2, 2]
     close(opo(rewards, groups, lengths), [0.75, -0.25, 1, -1])  # b = 1/4, 2
+    close(batch_mean(rewards, groups, lengths), [-0.25, -1.25, 1.75, -0.25])
+    close(batch_mean([1.0, 0, 3, 8], [0, 1, 2, 3], [1, 3, 2, 0]), [-1 / 3, -4 / 3, 5 / 3, 0])  # the last has no tokens
     # 8 tokens: 1, 0 x3, 3 x2, 1 x2; mean 9/8, squares 21 - 81/8 = 87/8, over 7
     close(reinforce_pp(rewards, groups, lengths), (np.array(rewards) - 9 / 8) / math.sqrt(87 / 56 + 1e-8))
     # Both responses have the sum 1, and a step is worth more than a format: grpo of the sum would give 0.
@@ -103,6 +105,9 @@ def test_against_reference(batch, ddof, data):
     close(opo(rewards, groups, lengths), reference.opo(rewards, groups, lengths))
     # Where all is nearly equal, 1 / sqrt(1e-8) makes 1e4 of the last digit.
     close(reinforce_pp(rewards, groups, lengths), reference.whiten(rewards, lengths), atol=1e-8)
+    live = np.array(lengths) > 0
+    kept = np.array(rewards)[live]
+    close(batch_mean(rewards, groups, lengths)[live], kept - (kept.mean() if len(kept) else 0))
     centered = group_mean(rewards, groups).tolist()
     close(reinforce_pp_baseline(rewards, groups, lengths), reference.whiten(centered, lengths), atol=1e-8)
     second = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(batch), max_size=len(batch)))
@@ -122,7 +127,7 @@ def test_no_contrast_is_exactly_zero(function, reward, lengths):
     """The mean of equal floats is rarely the float itself; the advantage must be 0 all the same."""
     size = len(lengths)
     rewards, groups, given_lengths = [reward] * size, [4] * size, (lengths,)
-    if function not in (reinforce_pp, reinforce_pp_baseline):  # another group does not matter
+    if function not in (reinforce_pp, reinforce_pp_baseline, batch_mean):  # another group does not matter
         rewards, groups, given_lengths = [*rewards, 0.0, 1.0], [*groups, 9, 9], ([*lengths, 1, 1],)
     values = function(rewards, groups, *(given_lengths if function in BY_LENGTH else ()))
     if function is not raw_mixed or size > 1:

@@ -245,6 +245,7 @@ class TestMetrics:
         assert metrics["clip/low"] == 0
         assert metrics["tis/truncated"] == pytest.approx(1 / 3)
         assert metrics["tis/weight/mean"] == pytest.approx(sum(weights) / 3)
+        assert metrics["tis/kept_weight"] == pytest.approx(sum(weights[1:]) / 3)  # the window drops the first
         assert metrics["tis/ess"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights))
 
 

@@ -56,6 +56,7 @@ EXPECTED = {
     "opo": weighted.opo(REWARDS, GROUPS, LENGTHS),
     "reinforce_pp": weighted.reinforce_pp(REWARDS, GROUPS, LENGTHS),
     "reinforce_pp_baseline": weighted.reinforce_pp_baseline(REWARDS, GROUPS, LENGTHS),
+    "batch_mean": weighted.batch_mean(REWARDS, GROUPS, LENGTHS),
     "gdpo": weighted.gdpo(PAIRS, WEIGHTS, GROUPS, LENGTHS, 0, 0.01),
 }
 
@@ -92,7 +93,7 @@ def test_a_row_has_its_advantages_by_name_and_by_record(name: str, expected: lis
 
 
 def test_what_is_needed_and_not_given_is_refused() -> None:
-    for name in ("opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo"):
+    for name in ("opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "batch_mean"):
         with pytest.raises(ConfigError, match=f"'{name}' needs the lengths"):
             advantages_of(objective(name), REWARDS, GROUPS, components=(PAIRS, WEIGHTS))
     with pytest.raises(ConfigError, match=r"'gdpo' needs several rewards.*reward\.weights"):
@@ -115,7 +116,7 @@ def test_groups_that_leave_the_denominators_leave_the_statistics(name: str) -> N
 
 
 def test_positive_selection_looks_at_the_advantage() -> None:
-    for name in ("opo", "reinforce_pp", "gdpo", "signed", "raw", "positive_part"):
+    for name in ("opo", "reinforce_pp", "gdpo", "signed", "raw", "positive_part", "batch_mean"):
         whole = advantages_of(objective(name), REWARDS, GROUPS, 0.4, **GIVEN)
         o = objective(name, selection="positive")
         assert select_responses(o, REWARDS, GROUPS, 0.4, **GIVEN).tolist() == (whole > 0).tolist()

@@ -33,6 +33,7 @@ VARIANTS = {
     "opo": advantage("opo"),
     "reinforce_pp": advantage("reinforce_pp"),
     "gdpo": {**advantage("gdpo"), **SEVERAL},
+    "batch_mean": {**BATCH, **{"train__objective": "flash_reinforce", "rollout__group_size": 1}} | {"rollout__prompts_per_step": 24},
     "rloo": {**advantage("rloo"), "reward__function": "train_rewards:sometimes_raises"},
 }
 
@@ -78,6 +79,9 @@ def test_a_step_has_the_advantages_of_the_reference(world: World, name: str) -> 
         expected = reference.opo(rewards, groups, lengths)
     elif name == "reinforce_pp":
         expected = reference.whiten(rewards, lengths)
+    elif name == "batch_mean":
+        assert len(set(groups)) == len(groups) == 24
+        expected = (np.array(rewards) - np.mean(rewards)).tolist()
     elif name == "rloo":
         expected = reference.rloo(rewards, groups)
     else:

@@ -6,13 +6,17 @@ import math
 import random
 import runpy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.config.file import parse
 from megarl.config.tables.health import FALLING, HealthConfig
+from megarl.core.metrics import finalize
+from megarl.core.objectives import OBJECTIVES, TokenColumns, coefficients
 from megarl.errors import ConfigError
 from megarl.run.metrics_log import read_metrics
 from megarl.watch.health import CHECKS, METRICS, Health, HealthVerdict, judge_run
@@ -31,7 +35,7 @@ CALM = {
     **{f"time/{phase}_s": 0.0 for phase in ("prepare", "old_logprobs", "ref_logprobs", "advantages")},
 }
 CALM_MINI = {"grad_norm": 2.0, "tis/ess/fraction": 0.75, "tis/truncated": 0.0, "clip/high": 0.0, "clip/low": 0.0}
-CALM_MINI |= {"clip/both": 0.0, "clip/negative": 0.0, "clip/own": 0.0}
+CALM_MINI |= {"clip/both": 0.0, "clip/negative": 0.0, "clip/own": 0.0, "tis/kept_weight": 0.9375}
 ZERO = {"reward/mean": 0.0, "reward/pass_rate": 0.0, "prompts/effective_ratio": 0.0}
 READS = {
     "contrast_share": ("prompts/effective_ratio", 1.0),
@@ -43,6 +47,8 @@ READS = {
     "ess_share": ("rollout/ess/fraction", 1.0),
     "clipped_share": ("clip/low", 1.0),
     "capped_share": ("tis/truncated", 1.0),
+    "weight_share": ("tis/kept_weight", 1.0),
+    "weight_excess": ("tis/kept_weight", 1.0),
     "flip_share": ("router/native/flip", 1.0),
     "flip_ratio": ("router/native/flip", 0.0625),
     "stale_rows_share": ("routes/stale_rows_fraction", 1.0),
@@ -103,6 +109,35 @@ def test_one_missing_row_for_each_response_is_normal() -> None:
     limits = only("missing_rows_share", missing_rows_share=[0.125, 0.25])
     found = [levels(run(*[{"rollout/missing_rows_fraction": 0.0625 + more}] * 3), **limits) for more in (0.12, 0.125)]
     assert found == [{}, {"missing_rows_share": "warning"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "length", "gap", "left", "level"),
+    [
+        ("seq_mis", 1000, -2.8e-4, 0.756, None),
+        ("seq_mis", 10_000, -2.8e-4, 0.0608, "alarm"),
+        ("seq_mis", 30_000, -2.8e-4, 0.000225, "alarm"),
+        ("seq_mis", 10_000, 2.8e-4, 0.0, "alarm"),  # every product is above 2, and dropped
+        ("seq_mis", 4000, -2.8e-4, 0.326, "warning"),
+        ("icepop", 30_000, -2.8e-4, 1.0, None),
+        ("geo_rs", 30_000, -2.8e-4, 1.0, None),
+    ],
+)
+def test_products_of_a_small_gap_take_the_gradient_away_at_an_effective_sample_size_of_1(
+    row: str, length: int, gap: float, left: float, level: str | None
+) -> None:
+    old = torch.full((2 * length,), -0.5, dtype=torch.float64)
+    mask, bounds = torch.ones(2 * length, dtype=torch.bool), torch.tensor([0, length, 2 * length])
+    advantages = torch.tensor([1.0, -1.0]).repeat_interleave(length)
+    columns = TokenColumns(old, old, old - gap, advantages, mask, bounds)
+    found = finalize(coefficients(OBJECTIVES[row], columns).metrics)
+    metrics = {name: found[name] for name in ("tis/ess/fraction", "tis/kept_weight")}
+    assert metrics == pytest.approx({"tis/ess/fraction": 1.0, "tis/kept_weight": left}, rel=2e-3)
+    assert levels(run(*[metrics] * 3)) == ({"weight_share": level} if level else {})
+    plain = coefficients(OBJECTIVES["dapo"], columns).values
+    assert float(coefficients(replace(OBJECTIVES[row], aggregation="token-mean"), columns).values.abs().sum()) == (
+        pytest.approx(left * float(plain.abs().sum()), rel=2e-3)
+    )
 
 
 def test_rewards_that_are_all_zero() -> None:

@@ -248,6 +248,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_later_start_goes_on(
     "change",
     [
         {"rollout__group_size": 1, "train__objective": "raft", "reward__threshold": -1.0},
+        {"rollout__group_size": 1, "train__objective": "flash_reinforce"},
         {"reward__function": "train_rewards:uniform"},
         {"rollout__max_response_tokens": 1},
         {"train__micro_batch_tokens": 16},

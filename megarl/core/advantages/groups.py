@@ -24,16 +24,6 @@ def group_mean(rewards: Values, groups: Values) -> Tensor:
     return center(rewards.double(), inverse).to(rewards.dtype)
 
 
-def batch_mean(rewards: Values, groups: Values) -> Tensor:
-    """Return ``R - mean(R)`` over all responses of the call, whatever their prompts: exactly 0 if all are equal.
-
-    rewards: [N], of a whole step; groups: integer [N], not used; result: [N]. Raises NumericsError if a reward is not
-    finite. Source: FlashREINFORCE, as its authors released it.
-    """
-    rewards, inverse = prepare(rewards, groups)
-    return center(rewards.double(), torch.zeros_like(inverse)).to(rewards.dtype)
-
-
 def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> Tensor:
     """Return ``(R - mean_group(R)) / (std_group(R) + eps)``.
 

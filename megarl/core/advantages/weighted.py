@@ -1,4 +1,5 @@
-"""Advantages with statistics over tokens: a response weighs with its length (OPO, REINFORCE++, GDPO).
+"""Advantages with statistics over tokens: a response weighs with its length (OPO, REINFORCE++, GDPO). Also the mean of
+a batch, in which all responses with loss tokens weigh alike.
 
 ``lengths`` are integers [N], the loss tokens of each response. A response without loss tokens is in no statistics and
 gets 0.
@@ -24,6 +25,18 @@ def opo(rewards: Values, groups: Values, lengths: Values) -> Tensor:
     tokens = _token_counts(lengths, rewards)
     live = tokens > 0
     return fill(center(rewards[live].double(), inverse[live], tokens[live]), live).to(rewards.dtype)
+
+
+def batch_mean(rewards: Values, groups: Values, lengths: Values) -> Tensor:
+    """Return ``R - mean(R)`` over all responses of the batch, whatever their prompts.
+
+    rewards: [N]; groups: integer [N], not used; lengths: [N]; result: [N], 0 where all rewards are equal. Take the whole
+    batch of a step, of all ranks. NumericsError if a reward is not finite, ValueError for negative or missing lengths.
+    Source: FlashREINFORCE, as its authors released it.
+    """
+    rewards, inverse = prepare(rewards, groups)
+    live = _token_counts(lengths, rewards) > 0
+    return fill(center(rewards[live].double(), torch.zeros_like(inverse[live])), live).to(rewards.dtype)
 
 
 def whiten(values: Tensor, lengths: Values) -> Tensor:

@@ -23,7 +23,7 @@ from megarl.errors import ConfigError
 
 Components = tuple[Values, Values]
 """Several rewards of each response [N, M], and their weights [M]."""
-_NEED_LENGTHS = ("opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo")
+_NEED_LENGTHS = ("opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "batch_mean")
 
 
 def advantages_of(
@@ -43,8 +43,8 @@ def advantages_of(
 
     - groups: any integers, equal for responses to the same prompt.
     - threshold: a response with a reward above is correct; for "raft" and "signed".
-    - lengths: integer [N], loss tokens; for "opo", "reinforce_pp", "reinforce_pp_baseline" and "gdpo". With selection
-      "mixed_groups", responses of uniform groups count with length 0.
+    - lengths: integer [N], loss tokens; for "opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo" and "batch_mean".
+      With selection "mixed_groups", responses of uniform groups count with length 0.
     - components: rewards [N, M] and weights [M]; for "gdpo".
 
     Leave responses without an outcome, such as aborted responses, out of the call.
