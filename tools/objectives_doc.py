@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megarl.core.choices import parts
-from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
+from megarl.core.choices.parts import DIVERGENCE_SCOPES, RATIOS, Factor, Gate, Mask, Objective, Penalty
 from megarl.core.choices.records import options_of
 from megarl.core.choices.table import TABLE
 
@@ -54,6 +54,9 @@ products. Sums leave out prompts, tool output and padding; $t$ and $\lvert y\rve
 - $M^{\le d}_D(x)$ is the same with a divergence: it drops a token whose update leads further away from $x=1$ and whose
   divergence $D$ is above $d$. TV is the size of the difference of the token's two probabilities; KL takes the token
   against all others, $\mu$ first.
+- $M^{\text{mean}\le d}_D$ drops the tokens with the largest $D$ until the mean of $D$ over the mini-batch's tokens that it
+  may drop is at most $d$. $M^{\text{prefix}\le d}_D$ compares with $d$ a token's $v_tD_t$ and what its prefix holds,
+  $\sum_{k\le t}v_kD_k-0.015\sum_{k<t}v_k$, where $v$ falls from 1 to 0.8 over the response.
 - $M_-[\dots]$ drops tokens with $A<0$ that are not inside, $1[\dots]$ all that are not.
 - Masked tokens keep their place in $D$, unless the row says otherwise.
 
@@ -180,6 +183,21 @@ NOTES = r"""## What the sources get wrong, or leave open
 - **seq-mean-token-sum-norm** divides by $N$ and $L$.
 - **cispo**: the runs without clipping that are cited against CISPO used a cap of 5 instead of its bounds. They do not
   test it.
+- **seq_mis, and every product over a response**: a gap that is the same on all tokens is raised to the power of the
+  length. With $g_t=e^{-0.00028}$ the weight is 0.76 at 1,000 tokens, 0.061 at 10,000, 0.0002 at 30,000; with
+  $e^{+0.00028}$ responses of more than 2,475 tokens are dropped. The effective sample size stays 1.0, because the weights
+  are alike. `tis/kept_weight` shows it, and the check `weight_share` of [health.md](health.md) judges it.
+- **m2po**: the mask is the algorithm as printed, with the mean over the whole mini-batch and all ranks; the printed mask
+  drops one of two equal tokens where that is enough, this one both. The released code (af54a3e) drops nothing: it finds
+  the window of ratios that brings the mean to 0.04, widens it to [0.7, 1.5] at least, and clips as PPO does, per
+  micro-batch. `train.old_logprobs = "rollout"` needs no old-log-prob pass, but one pass before each update.
+- **mis_po** has no mask on theta: with several mini-batches a step, nothing bounds how far the policy moves.
+- **trm**: a bound on the largest KL drops more responses the longer they are. CPPO's authors report 20.3 points with the
+  maximum alone on their MoE model, against 49.2 of DPPO; TRM's use both bounds.
+- **flash_reinforce**: the weight is taken as a constant here and in its authors' code; verl's page differentiates it,
+  which is the same gradient below its clamp of the log-ratio at 30. megarl clamps at 20. `batch_mean` is over the
+  responses of a step that have tokens, on all ranks, before the split into mini-batches.
+- **cppo**: $T$ and $t$ count the tokens that train; tool output between them is left out.
 - **ctpo**: the printed formula, differentiated literally, gives a token the gradient of all later ratios
   (`prefix_grad = true`); the released code and the theory treat the ratio as a weight (`false`). The released
   configuration has a growth of 0 by default and its script sets 0.5. The $\sqrt t$ window assumes independent
@@ -233,6 +251,7 @@ ADVANTAGES = {
     "reinforce_pp": r"\mathrm{whiten}(R)",
     "reinforce_pp_baseline": r"\mathrm{whiten}(R-\bar R)",
     "process": r"\sum_{s\ge t}\tfrac{R_s-\bar R}{\sigma}",
+    "batch_mean": r"\big(R-\tfrac1N\sum_jR_j\big)",
     "gdpo": r"\mathrm{whiten}\big(\sum_k w_k\tfrac{R_k-\bar R_k}{\sigma_k}\big)",
     "token_level_kl": r"\tfrac{R_t-\bar R_t}{\sigma_t}"
     r"\big|_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
@@ -275,7 +294,8 @@ def factor(f: Factor) -> str:
 
 
 def mask(m: Mask) -> str:
-    rho = ratio(m.policies, "sequence_sum" if m.scope == "sequence_max" else m.scope)
+    of_token = m.scope in DIVERGENCE_SCOPES[1:] or (m.sign == "both" and m.statistic not in RATIOS)
+    rho = ratio(m.policies, "token" if of_token else "sequence_sum" if m.scope == "sequence_max" else m.scope)
     width = {0.0: "", 0.5: r"\sqrt t", 1.0: "t"}.get(m.growth, f"t^{{{number(m.growth)}}}")
     bounds = [None if bound is None else bound_text(m, bound, width) for bound in (m.low, m.high)]
     if m.statistic in ("ratio", "log_ratio") and m.sign == "outward":
@@ -284,13 +304,15 @@ def mask(m: Mask) -> str:
     if m.sign == "outward":
         name = m.statistic.removeprefix("topk_").upper().replace("_", " ")
         top = r",K" if m.statistic.startswith("topk") else ""
-        return rf"M^{{\le{bounds[1]}}}_{{\mathrm{{{name}}}{top}}}({rho})"
+        over = {"batch_mean": r"\text{mean}", "prefix_budget": r"\text{prefix}"}.get(m.scope, "")
+        return rf"M^{{{over}\le{bounds[1]}}}_{{\mathrm{{{name}}}{top}}}({rho})"
     sign = "<" if m.strict else r"\le "
     if m.statistic == "difference":
         middle = r"\pi_\theta-\mu" if m.policies == "theta_mu" else r"\pi_\theta-\pi_{old}"
     else:
         name = {"kl_sym": r"\mathrm{KL}_{\max}", "tv": r"\mathrm{TV}", "kl": r"\mathrm{KL}"}.get(m.statistic)
-        middle = rho if name is None else f"{name}({rho})"
+        over = {"sequence_max": r"\max_t", "sequence_mean": r"\text{mean}_t\,"}.get(m.scope, "") if of_token else ""
+        middle = rho if name is None else f"{over}{name}({rho})"
     text = (f"{bounds[0]}{sign}" if bounds[0] else "") + middle + (f"{sign}{bounds[1]}" if bounds[1] else "")
     return (r"M_-" if m.sign == "negative" else "1") + f"[{text}]"
 
@@ -336,10 +358,15 @@ def formulas(o: Objective) -> dict[str, str]:
         "advantage": ADVANTAGES[str(o.advantage)],
         "weight": r"\,".join(weights) or "1",
         "mask": r"\,".join(map(mask, o.records)) or "1",
-        "penalty": "".join(rf"-\beta\,{PENALTIES[each.estimator]}" for each in o.penalties),
+        "penalty": "".join(map(penalty, o.penalties)),
         "aggregation": AGGREGATIONS[o.aggregation],
         "leaves": "; ".join(text for text in leaves if text),
     }
+
+
+def penalty(p: Penalty) -> str:
+    text = PENALTIES[p.estimator]
+    return rf"-{number(p.coef)}\,{text.replace('d_t', chr(92) + 'ln w_t')}" if p.to == "mu" else rf"-\beta\,{text}"
 
 
 PENALTIES = {"k1": "1", "k2": "d_t", "k3": "(1-e^{-d_t})", "unbiased": r"r_t\ln\tfrac{\pi_\theta}{\pi_{ref}}"}

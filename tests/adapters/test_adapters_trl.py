@@ -21,7 +21,7 @@ from environments import trl_release  # noqa: E402
 
 TRL = "1.16.0"
 WORLD = Path(__file__).with_name("trl_world.py")
-ROWS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "vespo", "deepseek_v32", "kl_k3", "kl_unbiased")
+ROWS = ("grpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "vespo", "deepseek_v32", "kl_k3", "kl_unbiased")
 SPLITS = ("minirl", "dapo", "reinforce_pp", "reinforce_rej_signed")
 
 pytestmark = pytest.mark.gate

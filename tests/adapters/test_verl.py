@@ -174,6 +174,7 @@ REFUSED = [  # row, settings, columns to leave out or put in, part of the messag
     ("dppo_topk", {}, {}, "top K tokens, which verl does not record"),
     ("geo_rs", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
     ("adaptive_power", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
+    ("m2po", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
     ("kl_grpo", {}, {}, "choose megarl_grpo"),
     ("kl_grpo_token", {}, {}, "choose megarl_grpo"),
 ]
@@ -199,7 +200,7 @@ def test_rows_that_run_do_so_for_any_split():
         assert whole[batch["response_mask"]].any()
         for split in ((4, 1), (2, 2)):
             torch.testing.assert_close(gradient(config, batch, *split), whole, rtol=1e-10, atol=1e-12)
-    for row in ("geo_rs", "adaptive_power"):  # one micro-batch is the whole mini-batch
+    for row in ("geo_rs", "adaptive_power", "m2po"):  # one micro-batch is the whole mini-batch
         assert gradient(config_for(row, f"megarl_{row}"), batch).isfinite().all()
 
 

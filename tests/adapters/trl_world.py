@@ -41,6 +41,8 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
     "dr_grpo": ({"loss_type": "dr_grpo", **UNSCALED}, DR_GRPO),
     "gspo": ({"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4,
               "learning_rate": 3e-5}, replace(OBJECTIVES["gspo"], **EPS)),
+    "luspo": ({"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3,
+               "learning_rate": 3e-5}, replace(OBJECTIVES["luspo"], **EPS)),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, CISPO),
     "sapo": ({"loss_type": "sapo"}, SAPO),
     "vespo": ({"loss_type": "vespo"}, VESPO),

@@ -46,6 +46,15 @@ def gspo_through_the_mean(lp, at, old, mu, a):
     return ppo(np.exp(np.mean(lp - old)), a, 1 - 3e-4, 1 + 4e-4)
 
 
+def luspo(lp: Rows, b: Batch) -> float:
+    """TRL: the clipped term of a response at each of its tokens, summed over them, then a mean over responses."""
+    terms = []
+    for now, old, a in zip(lp, b.old, b.a, strict=True):
+        s = np.exp(np.mean(now - old)) if len(now) else 1.0
+        terms.append(np.minimum(s * a, np.clip(s, 1 - 2e-3, 1 + 2.5e-3) * a))
+    return total("seq-mean-token-sum", terms)
+
+
 def cispo(low: float | None, high: float) -> Case:
     return token("token-mean", lambda lp, at, old, mu, a: np.clip(np.exp(at - old), low, high) * a * lp)
 
@@ -128,6 +137,8 @@ LOSSES: dict[str, list[Case]] = {
     "dapo": [ratio(lambda r, a: ppo(r, a, 0.8, 1.28))],
     "dr-grpo": [ratio(ppo, "seq-mean-token-sum-norm", 64)],
     "gspo": [token(MEAN, gspo), token(MEAN, gspo_through_the_mean)],
+    "luspo": [luspo],
+    "seq-max-rs": [rejected(lambda k1: np.max(k1**2 / 2) <= 0.1)],
     "cispo-two-sided": [cispo(0.8, 1.2)],
     "cispo-upper": [cispo(None, 5.0)],
     "sapo": [token(MEAN, sapo)],

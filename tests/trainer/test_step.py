@@ -313,6 +313,19 @@ def test_micro_batches_do_not_change_the_adaptive_power(world: World, row: str, 
     assert small["tis/ess/fraction"] == pytest.approx(target, rel=1e-4)
 
 
+@pytest.mark.parametrize("old", ["recomputed", "rollout"])
+def test_micro_batches_do_not_change_a_mask_over_the_mini_batch(world: World, old: str) -> None:
+    settings = {**ROWS["m2po"], "optim__lr": 0.01, "train__old_logprobs": old}
+    small, large = (
+        step_on(world.settings(train__micro_batch_tokens=size, **settings), world.rollouts()).updates
+        for size in (16, 4096)
+    )
+    for one, two in zip(small, large, strict=True):
+        assert 0 < two["clip/high"] + two["clip/low"] < 0.6
+        for key in ("loss", "grad_norm", "clip/high", "clip/low", "tis/kept_weight"):
+            assert one[key] == pytest.approx(two[key], rel=1e-4), key
+
+
 def test_the_exponent_costs_a_pass_only_where_the_weights_have_moved(world: World) -> None:
     def passes(row: str) -> list[int]:
         with training(world.settings(**ROWS[row])) as step:
@@ -326,6 +339,7 @@ def test_the_exponent_costs_a_pass_only_where_the_weights_have_moved(world: Worl
     assert passes("adaptive_power") == [1, 2]
     assert passes("adaptive old/mu") == [1, 1]
     assert passes("power") == [1, 1]
+    assert passes("m2po") == [1, 2]
     assert passes("kl_grpo strong") == [1, 1]
     assert passes("kl_grpo current") == [1, 2]
 

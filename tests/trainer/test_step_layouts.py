@@ -81,7 +81,7 @@ FEW_ROW_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 REPLAYED = {**ROWS["kl_grpo current"], "train__replay_reference": True}
 EVERY_ROW = {**ROWS, "kl_grpo replayed": REPLAYED}
-BEFOREHAND = ("kl_grpo", "kl_grpo replayed", "minirl k3", "adaptive theta/mu")
+BEFOREHAND = ("kl_grpo", "kl_grpo replayed", "minirl k3", "adaptive theta/mu", "m2po")
 """Rows that need the reference, or log-probabilities of the whole mini-batch, before the update."""
 
 

@@ -67,6 +67,12 @@ ROWS: dict[str, dict[str, Any]] = {
         "train__objective": "geo_rs",
         "train__objective_overrides": {"masks": {"1": {"low": 0.99, "high": 1.01}}},
     },
+    "mis_po": {
+        "train__objective": "mis_po",
+        "train__objective_overrides": {"masks": {"1": {"low": 0.99, "high": 1.01}}},
+    },
+    # So little that some tokens are beyond it, of engines that differ by little.
+    "m2po": {"train__objective": "m2po", "train__objective_overrides": {"masks": {"0": {"high": 2e-5}}}},
     "grpo entropy": {"train__objective": "grpo", "train__objective_overrides": {"entropy_coef": 0.01}},
     "minirl normalized": {
         "train__objective": "minirl",
