@@ -54,9 +54,9 @@ products. Sums leave out prompts, tool output and padding; $t$ and $\lvert y\rve
 - $M^{\le d}_D(x)$ is the same with a divergence: it drops a token whose update leads further away from $x=1$ and whose
   divergence $D$ is above $d$. TV is the size of the difference of the token's two probabilities; KL takes the token
   against all others, $\mu$ first.
-- $M^{\text{mean}\le d}_D$ drops the tokens with the largest $D$ until the mean of $D$ over the mini-batch's tokens that it
-  may drop is at most $d$. $M^{\text{prefix}\le d}_D$ compares with $d$ a token's $v_tD_t$ and what its prefix holds,
-  $\sum_{k\le t}v_kD_k-0.015\sum_{k<t}v_k$, where $v$ falls from 1 to 0.8 over the response.
+- $M^{\text{mean}\le d}_D$ drops the tokens with the largest $D$ until the mean of $D$ over the mini-batch's tokens
+  that it may drop is at most $d$. $M^{\text{prefix}\le d}_D$ compares with $d$ a token's $v_tD_t$ and what its prefix
+  holds, $\sum_{k\le t}v_kD_k-0.015\sum_{k<t}v_k$, where $v$ falls from 1 to 0.8 over the response.
 - $M_-[\dots]$ drops tokens with $A<0$ that are not inside, $1[\dots]$ all that are not.
 - Masked tokens keep their place in $D$, unless the row says otherwise.
 
@@ -185,15 +185,15 @@ NOTES = r"""## What the sources get wrong, or leave open
   test it.
 - **seq_mis, and every product over a response**: a gap that is the same on all tokens is raised to the power of the
   length. With $g_t=e^{-0.00028}$ the weight is 0.76 at 1,000 tokens, 0.061 at 10,000, 0.0002 at 30,000; with
-  $e^{+0.00028}$ responses of more than 2,475 tokens are dropped. The effective sample size stays 1.0, because the weights
-  are alike. `tis/kept_weight` shows it, and the check `weight_share` of [health.md](health.md) judges it.
-- **m2po**: the mask is the algorithm as printed, with the mean over the whole mini-batch and all ranks; the printed mask
-  drops one of two equal tokens where that is enough, this one both. The released code (af54a3e) drops nothing: it finds
-  the window of ratios that brings the mean to 0.04, widens it to [0.7, 1.5] at least, and clips as PPO does, per
-  micro-batch. `train.old_logprobs = "rollout"` needs no old-log-prob pass, but one pass before each update.
+  $e^{+0.00028}$ responses of more than 2,475 tokens are dropped. The effective sample size stays 1.0, because the
+  weights are alike. `tis/kept_weight` shows it, and the check `weight_share` of [health.md](health.md) judges it.
+- **m2po**: the mask is the algorithm as printed, with the mean over the whole mini-batch and all ranks; the printed
+  mask drops one of two equal tokens where that is enough, this one both. The released code (af54a3e) drops nothing:
+  it finds the window of ratios that brings the mean to 0.04, widens it to [0.7, 1.5] at least, and clips as PPO does,
+  per micro-batch. `train.old_logprobs = "rollout"` needs no old-log-prob pass, but one pass before each update.
 - **mis_po** has no mask on theta: with several mini-batches a step, nothing bounds how far the policy moves.
-- **trm**: a bound on the largest KL drops more responses the longer they are. CPPO's authors report 20.3 points with the
-  maximum alone on their MoE model, against 49.2 of DPPO; TRM's use both bounds.
+- **trm**: a bound on the largest KL drops more responses the longer they are. CPPO's authors report 20.3 points with
+  the maximum alone on their MoE model, against 49.2 of DPPO; TRM's use both bounds.
 - **flash_reinforce**: the weight is taken as a constant here and in its authors' code; verl's page differentiates it,
   which is the same gradient below its clamp of the log-ratio at 30. megarl clamps at 20. `batch_mean` is over the
   responses of a step that have tokens, on all ranks, before the split into mini-batches.

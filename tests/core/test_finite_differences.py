@@ -272,7 +272,9 @@ CASES: dict[str, Case] = {
     "mis_po": token("token-mean", mis_po),
     "trm": token(SUM, trm),
     "luspo": token(SUM, lambda lp, at, old, mu, a: gspo(lp, at, old, mu, a, 0.998, 1.0025)),
-    "flash_reinforce": token(MEAN, lambda lp, at, old, mu, a: (np.mean(kl2(mu, at)) <= 3e-3) * np.exp(at - mu) * a * lp),
+    "flash_reinforce": token(
+        MEAN, lambda lp, at, old, mu, a: (np.mean(kl2(mu, at)) <= 3e-3) * np.exp(at - mu) * a * lp
+    ),
     "m2po": m2po,
     "cppo": token("token-mean", cppo),
     "minimal_mask": token(

@@ -53,7 +53,8 @@ def test_the_loss_of_every_objective_waits_once_and_is_that_of_the_cpu(computing
     if objective.advantage in NON_NEGATIVE_ADVANTAGES:
         columns, of_cpu = (replace(one, advantages=one.advantages.abs()) for one in (columns, of_cpu))
     exponents = tuple(0.5 if factor.fn == "adaptive_power" else None for factor in objective.factors)
-    facts = BatchFacts(exponents, (None,) * len(exponents), DENOMINATORS)
+    bounds = tuple(0.01 if mask.scope == "batch_mean" else None for mask in objective.records)
+    facts = BatchFacts(exponents, (None,) * len(exponents), bounds, DENOMINATORS)
     with host_waits() as waits:
         found = coefficients(objective, columns, DENOMINATORS, facts=facts)
     assert len(waits) == 1, waits

@@ -22,6 +22,7 @@ from megarl.trainer.sampling.step_rollouts import SampleTable, response_advantag
 # Groups of 4 over 4 mini-batches of 2 ranks: both cut through groups.
 BATCH: dict[str, Any] = {"rollout__prompts_per_step": 6, "train__mini_batches": 4}
 WEIGHTS = {"digits": 2.0, "short": -0.5}
+SINGLE = {"train__objective": "flash_reinforce", "rollout__group_size": 1, "rollout__prompts_per_step": 24}
 SEVERAL: dict[str, Any] = {"reward__function": "train_rewards:digits_and_length", "reward__weights": WEIGHTS}
 
 
@@ -33,7 +34,7 @@ VARIANTS = {
     "opo": advantage("opo"),
     "reinforce_pp": advantage("reinforce_pp"),
     "gdpo": {**advantage("gdpo"), **SEVERAL},
-    "batch_mean": {**BATCH, **{"train__objective": "flash_reinforce", "rollout__group_size": 1}} | {"rollout__prompts_per_step": 24},
+    "batch_mean": {**BATCH, **SINGLE},
     "rloo": {**advantage("rloo"), "reward__function": "train_rewards:sometimes_raises"},
 }
 

@@ -72,6 +72,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "train__objective_overrides": {"masks": {"1": {"low": 0.99, "high": 1.01}}},
     },
     # So little that some tokens are beyond it, of engines that differ by little.
+    "ipo": {"train__objective": "ipo", "train__objective_overrides": {"masks": {"0": {"high": 2e-3}}}},
+    "cppo": {
+        "train__objective": "cppo",
+        "train__objective_overrides": {"masks": {"0": {"high": 2e-3, "budget": 1e-4}}},
+    },
     "m2po": {"train__objective": "m2po", "train__objective_overrides": {"masks": {"0": {"high": 2e-5}}}},
     "grpo entropy": {"train__objective": "grpo", "train__objective_overrides": {"entropy_coef": 0.01}},
     "minirl normalized": {

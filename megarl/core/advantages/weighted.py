@@ -30,7 +30,7 @@ def opo(rewards: Values, groups: Values, lengths: Values) -> Tensor:
 def batch_mean(rewards: Values, groups: Values, lengths: Values) -> Tensor:
     """Return ``R - mean(R)`` over all responses of the batch, whatever their prompts.
 
-    rewards: [N]; groups: integer [N], not used; lengths: [N]; result: [N], 0 where all rewards are equal. Take the whole
+    rewards: [N]; groups: integer [N], not used; lengths: [N]; result: [N], 0 if all rewards are equal. Take the whole
     batch of a step, of all ranks. NumericsError if a reward is not finite, ValueError for negative or missing lengths.
     Source: FlashREINFORCE, as its authors released it.
     """

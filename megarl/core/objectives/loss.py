@@ -12,6 +12,7 @@ Policies: theta (being trained), old (the training engine before the update), mu
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -203,7 +204,7 @@ def check_columns(objective: Objective, state: TokenState) -> None:
         )
 
 
-def _by_batch(mask: object) -> bool:
+def _by_batch(mask: object) -> TypeGuard[Mask]:
     return isinstance(mask, Mask) and mask.scope == "batch_mean"
 
 

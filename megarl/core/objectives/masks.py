@@ -38,7 +38,8 @@ def find_trusted(
 ) -> tuple[Trusted, dict[str, Stat]]:
     """Return the decision of the masks, and the share of tokens dropped by each kind of mask.
 
-    bounds: by mask, of ``batch_bound``, None for other scopes. ConfigError or NumericsError for a mask of the user as in ``check_returned``.
+    bounds: by mask, of ``batch_bound``, None for other scopes. ConfigError or NumericsError for a mask of the user as
+    in ``check_returned``.
     """
     keep, inside, metrics = state.keep, state.keep, {}
     counted = in_responses = state.usable
@@ -100,9 +101,9 @@ def _over_budget(mask: Mask, single: Tensor, state: TokenState, ratios: PolicyRa
 
     Source: CPPO (arXiv 2606.10968), eq. 8 to 10: both are compared with delta.
     """
-    kept = state.keep.to(single.dtype)
-    last = aggregate("sequence_sum", kept, state.keep, state.cu_seqlens) - 1
-    weights = kept * (1 - (1 - mask.last_weight) * (ratios.positions - 1) / last.clamp(min=1))
+    ones = state.keep.to(single.dtype)
+    last = aggregate("sequence_sum", ones, state.keep, state.cu_seqlens) - 1
+    weights = ones * (1 - (1 - mask.last_weight) * (ratios.positions - 1) / last.clamp(min=1))
     weighted, allowed = weights * single, weights * mask.budget
     held = aggregate("prefix", weighted - allowed, state.keep, state.cu_seqlens) + allowed
     return torch.maximum(weighted, held)
