@@ -192,9 +192,11 @@ def test_what_verl_cannot_give_is_refused_by_name(row, settings, columns, told):
 
 @pytest.mark.usefixtures("_padded_columns")
 def test_rows_that_run_do_so_for_any_split():
-    batch, refused = batch_of(), {row for row, *_ in REFUSED} - {"minirl", "icepop", "dr_grpo", "kl"}
-    batch["advantages"] = batch["advantages"].abs()  # raft's are never negative
+    refused = {row for row, *_ in REFUSED} - {"minirl", "icepop", "dr_grpo", "kl"}
     for row in sorted({*OBJECTIVES, "kl"} - refused):
+        # Where the policies differ by much, these drop every response.
+        batch = batch_of(spread=1e-3 if row in ("mis_po", "trm", "flash_reinforce") else 0.6)
+        batch["advantages"] = batch["advantages"].abs()  # raft's are never negative
         config = config_for(row, f"megarl_{row}", loss_scale_factor=7, kl_loss_coef=0)
         whole = gradient(config, batch)
         assert whole[batch["response_mask"]].any()
