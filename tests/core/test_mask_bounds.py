@@ -124,6 +124,9 @@ def test_at_the_bound_and_one_float_beyond(name, index, side, way, advantage, dt
         (CPPO, [0.5 + 2**-20, 0.0, 0.0], [0, 1, 1]),
         (CPPO, [0.0, 0.0, 0.6875], [1, 1, 1]),
         (CPPO, [0.0, 0.0, 0.75], [1, 1, 0]),
+        (CPPO, [0.0, 0.6875], [1, 1]),
+        (CPPO, [0.0, 0.75], [1, 0]),
+        (CPPO, [0.5 + 2**-20], [0]),
         (CPPO, [0.5, 0.25, 0.25], [1, 1, 1]),
         (CPPO, [0.5, 0.5, 0.25], [1, 0, 1]),
         (CPPO, [0.5, 0.5, 0.5], [1, 0, 0]),
@@ -133,9 +136,9 @@ def test_at_the_bound_and_one_float_beyond(name, index, side, way, advantage, dt
 )
 def test_numbers_that_are_exact_in_binary(mask: Mask, logs: list[float], kept: list[int]) -> None:
     for dtype in (torch.float32, torch.float64):
-        mu = torch.full((3,), -2.0, dtype=dtype)
+        mu = torch.full((len(logs),), -2.0, dtype=dtype)
         old = mu + torch.tensor(logs, dtype=dtype)
-        ones = torch.ones(3, dtype=dtype)
-        columns = TokenColumns(old, old, mu, ones, ones.bool(), torch.tensor([0, 3]))
+        ones = torch.ones(len(logs), dtype=dtype)
+        columns = TokenColumns(old, old, mu, ones, ones.bool(), torch.tensor([0, len(logs)]))
         found = coefficients(Objective("group_mean", "seq-mean-token-sum", masks=(mask,)), columns).values
         assert found.tolist() == kept
