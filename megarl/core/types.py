@@ -18,7 +18,8 @@ import numpy as np
 if TYPE_CHECKING:  # routing traces are read where torch is not installed
     import torch
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "pause"]
+"""pause: the engine was asked to stop; the rollout holds what it has so far, and the response goes on later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class Rollout:
     """int32 [T], how many vocabulary ids each token was drawn from; 0 stands for the whole vocabulary. None: all 0."""
     kept_ids: np.ndarray | None = None
     """int32 [M], these ids, token after token (``megarl.core.packing``); None without kept_counts."""
+    reread_mask: np.ndarray | None = None
+    """bool [T], True for a token whose keys, values and routes the engine has computed again after a retraction, while
+    its log-probability is of the first time. None: no retraction."""
 
     @property
     def label(self) -> str:

@@ -101,7 +101,9 @@ class Engine(Protocol):
     """Counts of this rank in the last ``converse``; empty without servers.
 
     wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP 408,
-    413, 429, 5xx), sent again.
+    413, 429, 5xx), sent again. retractions: how often servers dropped a request from memory, and read it again.
+    retracted_answers: answers asked for again for that. lost_parts: paused responses whose tokens were lost. slot_ms,
+    busy_slot_ms: milliseconds of the servers' slots (``megarl.engines.sglang.client``), and of slots with a request.
     """
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:

@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megarl.config.plugs import EngineKind, engine_kind
 from megarl.config.tables.base import Count, Dtype, Row, Table
 
+Reread = Literal["replay", "drop", "ask"]
+
 
 class RolloutConfig(Table):
     """[rollout]: how responses are sampled."""
@@ -42,6 +44,9 @@ class RolloutConfig(Table):
     """Precision of the engine's weights and activations; expert biases are fp32."""
     one_step_off: bool = False
     """Sample the responses of the next step during training, with weights that are one step old."""
+    reread: Reread = "replay"
+    """Routes of a response that a server has read twice, because its memory was full ("Retractions", docs/sglang.md).
+    replay: routes of the second reading; drop: no routes for these tokens; ask: sample the response again."""
     max_batch_size: PositiveInt = 256
     """Responses that the local engine decodes at once, per rank."""
 
@@ -60,7 +65,7 @@ class RolloutConfig(Table):
         yield self.row("top_p_of_engine", self.top_p < 1 and not kind.nucleus)
         yield self.row("sampling_mask_of_engine", self.keeps_sets and not kind.kept_sets)
         servers = 'an engine that samples in servers while the trainer trains, such as engine = "sglang"'
-        yield from self.only_with(servers, kind.server, "one_step_off")
+        yield from self.only_with(servers, kind.server, "one_step_off", "reread")
         yield from self.only_with(rounding, kind.fp8, "fp8_rounding")
         yield from self.only_with(rounding, kind.fp8_arithmetic, "fp8_activations", "fp8_kv_cache")
         yield from self.only_with("fp8_rounding = true, which it adds to", self.fp8_rounding, "fp8_activations")

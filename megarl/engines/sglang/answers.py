@@ -3,6 +3,11 @@
 An answer has the experts of every token that the server has processed, prompt included: base64 of raw int32 for every
 layer, dense layers included. Servers with megarl's ``plugin`` send a short form without the dense layers. The last
 generated token was never processed, and has no row.
+
+The answer to a request that was stopped (``/abort_request``) has the same fields for the tokens so far, except for a
+request in the server's queue: without tokens and counts. A server that runs out of memory retracts requests: it drops
+their keys and values, and reads prompt and tokens again later. Rows are then of the second reading, log-probabilities
+of the first. The answer counts retractions (``num_retractions``) and does not say where they were.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +24,7 @@ from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import longest_text, routes_from_sglang
+from megarl.routes.trace import narrow_dtype
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
 LEAST_LOGPROB = -45.0
@@ -68,6 +74,7 @@ class _Meta(BaseModel):
     output_token_sampling_logprobs: list[float | None] | None = None
     weight_version: str | int | None = None
     weight_versions: list[_Span] | None = None
+    num_retractions: Annotated[int, Field(ge=0)] | None = None
     routed_experts: str | None = None
 
 
@@ -90,12 +97,14 @@ def parse_answer(
     rid: str,
     params: SamplingParams,
     bounds: Bounds,
+    stopped: bool = False,
 ) -> Rollout:
     """Return the rollout in a ``/generate`` answer.
 
     version: of the last weight update. shape: None for a request without routes. rid: id of the request, which the
-    answer must repeat. params: of the request. RolloutError for an answer that is inconsistent, aborted, not SGLang's,
-    or made with other weights; TraceError for wrong routes.
+    answer must repeat. params: of the request. stopped: whether the server was asked to stop; the rollout of an aborted
+    answer then ends with "pause", or as its last token says. RolloutError for an answer that is inconsistent, aborted
+    without a stop, not SGLang's, or made with other weights; TraceError for wrong routes.
     """
     label = request.label
     try:
@@ -104,10 +113,14 @@ def parse_answer(
         logprobs = check_types(_LOGPROBS, values, f"{label}: output_token_logprobs of the server's answer")
     except DataError as error:
         raise RolloutError(str(error)) from error
-    fault = next(_find_faults(request, parsed, version, rid, params, bounds), None)
-    if fault is not None:
+    meta, aborted = parsed.meta_info, stopped and parsed.meta_info.finish_reason.type == "abort"
+    if aborted and not parsed.output_ids and meta.id == rid:
+        return prompt_alone(request, version, shape, params)
+    finish = _find_end(request, parsed, params, bounds) if aborted else _FINISH.get(meta.finish_reason.type)
+    fault = next(_find_faults(request, parsed, version, rid, params, bounds, finish), None)
+    if fault is not None or finish is None:
         raise RolloutError(f"{label}: {fault}")
-    meta, output, num_prompt = parsed.meta_info, np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
+    output, num_prompt = np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
     checked, counts, ids = _require_logprobs(logprobs, label), None, None
     if params.has_nucleus:
         checked, counts, ids = _parse_nucleus(meta, output, bounds.vocabulary, label)
@@ -129,9 +142,31 @@ def parse_answer(
         routed_experts=experts,
         routed_mask=mask,
         weight_versions=np.full(len(tokens), version, np.int32),
-        finish_reason=_FINISH[meta.finish_reason.type],
+        finish_reason=finish,
         kept_counts=None if counts is None else np.pad(counts, (num_prompt, 0)),
         kept_ids=ids,
+        # Every generated token but the last may have been read again: the server read all tokens before a retraction.
+        reread_mask=np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1)) if meta.num_retractions else None,
+    )
+
+
+def prompt_alone(request: SampleRequest, version: int, shape: MoeShape | None, params: SamplingParams) -> Rollout:
+    """Return the part of a response without a token: no row is known, and the finish_reason is "pause"."""
+    size = len(request.prompt_tokens)
+    keeps = params.has_nucleus and params.max_kept_ids is not None
+    zeros = np.zeros(size, np.int32)
+    return Rollout(
+        group=request.group,
+        sample=request.sample,
+        tokens=request.prompt_tokens.astype(np.int32),
+        loss_mask=zeros > 0,
+        rollout_logprobs=zeros.astype(np.float32),
+        routed_experts=shape and np.zeros((size, len(shape.moe_layers), shape.topk), narrow_dtype(shape.num_experts)),
+        routed_mask=shape and zeros > 0,
+        weight_versions=zeros + np.int32(version),
+        finish_reason="pause",
+        kept_counts=zeros if keeps else None,
+        kept_ids=zeros[:0] if keeps else None,
     )
 
 
@@ -144,7 +179,13 @@ def longest_answer(request: SampleRequest, shape: MoeShape | None, params: Sampl
 
 
 def _find_faults(
-    request: SampleRequest, answer: _Answer, version: int, rid: str, params: SamplingParams, bounds: Bounds
+    request: SampleRequest,
+    answer: _Answer,
+    version: int,
+    rid: str,
+    params: SamplingParams,
+    bounds: Bounds,
+    finish: FinishReason | None,
 ) -> Iterator[str]:
     """Yield contradictions to the request, its limit and end tokens, the model, or the last weight update."""
     meta, output, prompt = answer.meta_info, answer.output_ids, request.prompt_tokens.tolist()
@@ -159,19 +200,19 @@ def _find_faults(
         yield f"the server counts {counted} tokens of prompt and response, expected {(len(prompt), size)}"
     if [entry[1] for entry in meta.output_token_logprobs or ()] != output:
         yield "output_token_logprobs are of other tokens than output_ids"
-    if (finish := meta.finish_reason).type not in _FINISH:
-        yield f"the server finished with {finish.type} ({finish.matched}), expected stop or length"
+    reason, matched = meta.finish_reason.type, meta.finish_reason.matched
+    if finish is None:
+        yield f"the server finished with {reason} ({matched}), expected stop or length"
     limit = limit_response(request, params, bounds.positions - 1)
-    stops = set(params.stop_token_ids)
-    ends = stops | bounds.end_tokens if stops else stops  # without, the server ignores the model's own too
+    stops, ends = set(params.stop_token_ids), _find_ends(params, bounds)
     if size > limit:
         yield f"the response has {size} tokens, expected at most {limit}"
     if stops.intersection(output[:-1]):
         yield f"the response goes on behind its end token, one of {sorted(stops)}"
-    if finish.type == "stop" and (output[-1] not in ends or finish.matched not in (None, output[-1])):
-        yield f"it stopped at {finish.matched!r}, its last token is {output[-1]}, expected one of {sorted(ends)}"
+    if finish == "stop" and (output[-1] not in ends or matched not in (None, output[-1])):
+        yield f"it stopped at {matched!r}, its last token is {output[-1]}, expected one of {sorted(ends)}"
     fills_model = len(prompt) + size >= bounds.positions - ROOM_SLACK
-    if finish.type == "length" and size < limit and (output[-1] in ends or not fills_model):
+    if finish == "length" and size < limit and (output[-1] in ends or not fills_model):
         yield (
             f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit} (a server "
             "with less room needs more: --context-length, sglang.max_total_tokens, sglang.mem_fraction)"
@@ -180,7 +221,23 @@ def _find_faults(
     spans = meta.weight_versions or [_Span(start=0, end=size, version=str(meta.weight_version))]
     starts, ends_of_spans = [span.start for span in spans], [span.end for span in spans]
     if {str(span.version) for span in spans} != {str(version)} or [*starts, size] != [0, *ends_of_spans]:
-        yield f"made with weight versions {[*map(str, spans)]}, expected {version} for all {size} tokens"
+        yield (
+            f"made with weight versions {[*map(str, spans)]}, expected {version} for all {size} tokens: somebody else "
+            "updates or pauses the server; give it a key that only this run knows (sglang.api_key_env), and set "
+            "rollout.max_staleness for responses that go on under new weights"
+        )
+
+
+def _find_ends(params: SamplingParams, bounds: Bounds) -> set[int]:
+    """Return the tokens that end a response; without stop tokens the server ignores the model's own, too."""
+    return set(params.stop_token_ids) | bounds.end_tokens if params.stop_token_ids else set()
+
+
+def _find_end(request: SampleRequest, answer: _Answer, params: SamplingParams, bounds: Bounds) -> FinishReason:
+    """Return how a stopped response ends: a server adds a token to it, which may be its last."""
+    if answer.output_ids[-1] in _find_ends(params, bounds):
+        return "stop"
+    return "length" if len(answer.output_ids) == limit_response(request, params, bounds.positions - 1) else "pause"
 
 
 def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:

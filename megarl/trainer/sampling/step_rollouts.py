@@ -33,6 +33,9 @@ _COLUMNS = (
     *("tokens", "appended", "generated"),
 )
 
+COUNTED = "wrong_answers", "refused_requests", "retractions", "retracted_answers", "lost_parts"
+"""Those of ``Engine.answer_counts`` that are metrics."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
@@ -271,12 +274,14 @@ def response_advantages(
 
 
 def count_answers(engine: Engine) -> dict[str, Stat]:
-    """Return the ``answer_counts`` of all ranks in the last sampling; a collective call."""
-    names = "wrong_answers", "refused_requests"
+    """Return the ``answer_counts`` of all ranks in the last sampling, and the idle share; a collective call."""
+    names = *COUNTED, "slot_ms", "busy_slot_ms"
     counts = getattr(engine, "answer_counts", {})  # an engine of the user's own need not count
     totals = distributed.gather_rows(np.array([[float(counts.get(name, 0)) for name in names]])).sum(0)
     is_first = distributed.dp_rank() == 0
-    return {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(names, totals, strict=True)}
+    *numbers, slots, busy = totals
+    found = {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(COUNTED, numbers, strict=True)}
+    return found | (Stat.means_of({"rollout/idle_fraction": (slots - busy, slots)}) if slots else {})
 
 
 def process_advantages(
