@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # routing traces are read where torch is not installed
     import torch
 
 FinishReason = Literal["stop", "length", "abort", "pause"]
-"""pause: the engine was asked to stop; the rollout holds what it has so far, and the response goes on later."""
+"""pause: the engine was asked to stop. The rollout holds what it has so far, perhaps only the prompt; the response goes
+on later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class SampleRequest:
     ``megarl.routes.turns.join`` puts them back."""
     max_response_tokens: int | None = None
     """Longest response to this request, where it is less than that of all requests; None for no limit of its own."""
+    num_drawn: int = 0
+    """Response tokens in prompt_tokens: the request goes on with a paused response."""
 
     @property
     def label(self) -> str:

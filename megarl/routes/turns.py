@@ -118,7 +118,7 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
       them; only if rollouts have routes.
     - ``rollout/mixed_versions_fraction``: responses with tokens of several versions.
     - ``rollout/staleness_mean``, ``_max``: updates between the version of a response token and ``trainer_version``, the
-      weights at the start of the step.
+      weights at the start of the step; ``rollout/stale_tokens_fraction``: response tokens of an older version.
     """
     from megarl.core.metrics import Stat  # it imports torch, and files of traces are written where that is missing
 
@@ -126,7 +126,11 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts[:-1])])
     mixed = np.minimum.reduceat(versions, starts) != np.maximum.reduceat(versions, starts)
     ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts]) != 0]
-    columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
+    columns = {
+        "rollout/mixed_versions_fraction": mixed,
+        "rollout/staleness_mean": ages,
+        "rollout/stale_tokens_fraction": ages > 0,
+    }
     if any(rollout.routed_mask is not None for rollout in rollouts):
         columns |= {
             "rollout/missing_rows_fraction": ~np.concatenate([*map(_row_mask, rollouts)]),

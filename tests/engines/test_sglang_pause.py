@@ -87,9 +87,8 @@ def requests_of(groups: int, **changes: Any) -> list[SampleRequest]:
 
 def check_alone(part: Rollout) -> None:
     assert (part.tokens.tolist(), part.finish_reason) == (PROMPT.tolist(), "pause")
-    assert part.routed_experts is not None
-    assert part.routed_experts.shape == (len(PROMPT), SHAPE["layers"], SHAPE["top_k"])
-    assert not np.stack([part.loss_mask, part.routed_mask, part.rollout_logprobs]).any()
+    assert not (part.loss_mask | (part.rollout_logprobs != 0)).any()
+    assert part.routed_experts is None
     assert known_rows(part) == 0
     assert set(part.weight_versions) == {0}
 

@@ -19,12 +19,11 @@ import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.core.types import FinishReason, Rollout, SampleRequest
-from megarl.engines.protocol import SamplingParams, limit_response, too_many_kept
+from megarl.engines.protocol import SamplingParams, limit_response, prompt_alone, too_many_kept
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import longest_text, routes_from_sglang
-from megarl.routes.trace import narrow_dtype
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
 LEAST_LOGPROB = -45.0
@@ -115,7 +114,7 @@ def parse_answer(
         raise RolloutError(str(error)) from error
     meta, aborted = parsed.meta_info, stopped and parsed.meta_info.finish_reason.type == "abort"
     if aborted and not parsed.output_ids and meta.id == rid:
-        return prompt_alone(request, version, shape, params)
+        return prompt_alone(request, version)
     finish = _find_end(request, parsed, params, bounds) if aborted else _FINISH.get(meta.finish_reason.type)
     fault = next(_find_faults(request, parsed, version, rid, params, bounds, finish), None)
     if fault is not None or finish is None:
@@ -147,26 +146,6 @@ def parse_answer(
         kept_ids=ids,
         # Every generated token but the last may have been read again: the server read all tokens before a retraction.
         reread_mask=np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1)) if meta.num_retractions else None,
-    )
-
-
-def prompt_alone(request: SampleRequest, version: int, shape: MoeShape | None, params: SamplingParams) -> Rollout:
-    """Return the part of a response without a token: no row is known, and the finish_reason is "pause"."""
-    size = len(request.prompt_tokens)
-    keeps = params.has_nucleus and params.max_kept_ids is not None
-    zeros = np.zeros(size, np.int32)
-    return Rollout(
-        group=request.group,
-        sample=request.sample,
-        tokens=request.prompt_tokens.astype(np.int32),
-        loss_mask=zeros > 0,
-        rollout_logprobs=zeros.astype(np.float32),
-        routed_experts=shape and np.zeros((size, len(shape.moe_layers), shape.topk), narrow_dtype(shape.num_experts)),
-        routed_mask=shape and zeros > 0,
-        weight_versions=zeros + np.int32(version),
-        finish_reason="pause",
-        kept_counts=zeros if keeps else None,
-        kept_ids=zeros[:0] if keeps else None,
     )
 
 

@@ -25,8 +25,7 @@ import aiohttp
 
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
-from megarl.engines.protocol import Begin, OnFinish, SamplingParams, Session, run_session
-from megarl.engines.sglang.answers import prompt_alone
+from megarl.engines.protocol import Begin, OnFinish, Session, prompt_alone, run_session
 from megarl.engines.sglang.http import is_ready
 from megarl.errors import DataError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
@@ -122,8 +121,6 @@ class Call:
     version: str | None = None
     """A server gets no requests unless its weights are called so; None: any."""
     max_bytes: Limit = lambda request: MAX_ANSWER_BYTES
-    alone: Callable[[SampleRequest], Rollout] = lambda request: prompt_alone(request, -1, None, SamplingParams())
-    """The part of a response that has no token yet."""
     refuses_reread: bool = False
     """Whether retracted answers are asked for again."""
 
@@ -170,7 +167,7 @@ class _RequestSession(Session):
         super().__init__()
         self._servers = [_Server(url) for url in client.urls]
         self._client, self._settings, self._http, self._call = client, client.settings, http, call
-        self._is_open = call.version is None
+        self._is_open, self._version = call.version is None, int(call.version or -1)
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for absent servers."""
         self._serving: dict[_Job, tuple[_Server, asyncio.Task[None]]] = {}
@@ -221,7 +218,7 @@ class _RequestSession(Session):
     def _return_alone(self, job: _Job) -> None:
         """Answer a request with its prompt alone."""
         if not job.answer.done():
-            job.answer.set_result(self._call.alone(job.request))
+            job.answer.set_result(prompt_alone(job.request, self._version))
         if job in self._serving:
             self._serving[job][1].cancel()
 
@@ -242,7 +239,7 @@ class _RequestSession(Session):
 
     async def sample(self, request: SampleRequest) -> Rollout:
         if self._is_paused:
-            return self._call.alone(request)
+            return prompt_alone(request, self._version)
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         queue = self._servers[request.group % len(self._servers)].queue
         job = _Job(request, answer)

@@ -14,7 +14,7 @@ import torch
 from megarl.config.tables.rollout import Reread, SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
-from megarl.engines.sglang.answers import MOST_DRAWN_FROM, Bounds, longest_answer, parse_answer, prompt_alone
+from megarl.engines.sglang.answers import MOST_DRAWN_FROM, Bounds, longest_answer, parse_answer
 from megarl.engines.sglang.client import Call, SGLangClient, Tell
 from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.http import authorization
@@ -92,8 +92,7 @@ class SGLangEngine(Engine):
         try:
             body = partial(self._make_body, params=params)
             most_bytes = partial(longest_answer, shape=shape, params=params)
-            alone = partial(prompt_alone, version=version, shape=shape, params=params)
-            call = Call(body, decode, on_finish, str(version), most_bytes, alone, self._reread == "ask")
+            call = Call(body, decode, on_finish, str(version), most_bytes, self._reread == "ask")
             self._client.converse(begin, call)
         finally:
             self._sampling = False

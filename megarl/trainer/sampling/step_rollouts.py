@@ -188,8 +188,8 @@ class StepRollouts:
     """Rewards cover the whole step and are equal on all ranks; further metrics cover this rank's rollouts."""
     unjudged: str | None
     """Number of responses with a reward, and the first failure; None if all responses have a reward."""
-    first_prompt: int
-    """The place of the step's first prompt in the run's order."""
+    places: np.ndarray
+    """int64 [B], the place of each of the step's prompts in the run's order."""
     trained: np.ndarray
     """int64 [n, 2], all training samples of all ranks: (place of the prompt in the run's order, sample). No sample
     appears in two steps."""
