@@ -1,4 +1,4 @@
-"""Servers in a thread: one answers ``/generate`` as its subclass says, one as SGLang does, with pauses and retractions."""
+"""Servers in a thread: one answers ``/generate`` as its subclass says; one as SGLang, with pauses and retractions."""
 
 from __future__ import annotations
 

@@ -107,4 +107,3 @@ def test_what_is_paused_before_it_begins_has_no_token(engine: LocalEngine, model
         drawn.pause()
         drawn.run(engine, SamplingParams(max_response_tokens=LONGEST, segment_tokens=3))
     assert (drawn.samples, drawn.unfinished) == ({}, {})
-

@@ -22,7 +22,7 @@ from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import EOS_ID, write_tiny_model
-from megarl.engines.protocol import SamplingParams
+from megarl.engines.protocol import SamplingParams, go_on
 from megarl.engines.sglang import client as client_module
 from megarl.engines.sglang.engine import SGLangEngine
 from megarl.engines.sglang.fleet import Fleet
@@ -108,9 +108,7 @@ def test_a_running_request_ends_with_what_it_has_and_goes_on_elsewhere(last: int
         assert part.rollout_logprobs[part.loss_mask].tolist() == [-1.0] * (DRAWN + 1)
         assert engine.answer_counts["lost_parts"] == 0
         server.version = engine.weight_version = 1
-        (rest,) = engine.generate(
-            requests_of(1, prompt_tokens=part.tokens, known_rows=known_rows(part), max_response_tokens=3), PARAMS
-        )
+        (rest,) = engine.generate([go_on(requests_of(1)[0], part, DRAWN + 1 + 3)], PARAMS)
     whole = join(part, rest)
     assert whole.weight_versions.tolist() == [0] * part.num_tokens + [1] * 3
     assert row_versions(whole).tolist() == [0] * (part.num_tokens - 1) + [1] * 4
@@ -200,13 +198,12 @@ def test_retracted_answers(reread: str) -> None:
     assert counts["retractions"] == 2
     assert counts.get("retracted_answers", 0) == (reread == "ask")
     generated = [False] * len(PROMPT) + [True] * (LIMIT - 1) + [False]
-    assert (None if rollout.reread_mask is None else rollout.reread_mask.tolist()) == (
-        None if reread == "ask" else generated
-    )
+    found = None if rollout.reread_mask is None else rollout.reread_mask.tolist()
+    assert found == (None if reread == "ask" else generated)
     rows = np.arange(rollout.num_tokens) < rollout.num_tokens - 1
     assert rollout.routed_mask.tolist() == (rows & ~np.array(generated) if reread == "drop" else rows).tolist()
-    found = finalize(provenance_metrics([rollout], 0))["routes/reread_rows_fraction"]
-    assert found == pytest.approx(0.0 if reread == "ask" else (LIMIT - 1) / rollout.num_tokens)
+    share = finalize(provenance_metrics([rollout], 0))["routes/reread_rows_fraction"]
+    assert share == pytest.approx(0.0 if reread == "ask" else (LIMIT - 1) / rollout.num_tokens)
 
 
 def test_the_idle_share_is_that_of_slots_without_a_request() -> None:
@@ -292,14 +289,12 @@ def test_a_real_server_ends_requests_and_they_go_on_under_new_weights(real: tupl
     assert same_sets(running, oracles[0]) == 1.0
 
     engine.update_weights(weights[1].items(), 1)
-    more = [
-        SampleRequest(part.tokens, part.group, 0, 0, known_rows(part), max_response_tokens=16)
-        for part in [*running, queued[0]]
-    ]
+    more = [go_on(requests[part.group], part, len(part.response_tokens) + 16) for part in [*running, queued[0]]]
     rests = engine.generate(more, params)
     assert logprob_gap(rests, oracles[1], 0.7) < CLOSE  # as of a prefill under the new weights alone
     assert logprob_gap(rests, oracles[0], 0.7) > 1e-2
-    for part, rest in zip([*running, queued[0]], rests, strict=True):
+    assert same_sets(rests[-1:], oracles[1]) == 1.0
+    for part, rest in zip(running, rests, strict=False):
         whole = join(part, rest)
         known = known_rows(part)
         assert row_versions(whole).tolist() == [0] * known + [1] * (whole.num_tokens - known)
@@ -316,14 +311,13 @@ def test_a_real_server_that_runs_out_of_memory_retracts_requests(real: tuple[Pat
     model, engine = real
     weights = noisy(model, 0)
     engine.update_weights(weights.items(), 0)
-    params = SamplingParams(max_response_tokens=200, temperature=0.7, stop_token_ids=(EOS_ID,))
-    rollouts = engine.generate([SampleRequest(PROMPT + group, group, 0, 0) for group in range(8)], params)
-    print([(len(r.response_tokens), r.finish_reason) for r in rollouts]); print(open(str(model.parent / "log")).read()[-3000:])
+    params = SamplingParams(max_response_tokens=300, temperature=0.4, stop_token_ids=(EOS_ID,))
+    rollouts = engine.generate([SampleRequest(PROMPT + group, group, 0, 0) for group in range(5)], params)
     retracted = [rollout for rollout in rollouts if rollout.reread_mask is not None]
-    assert 1 <= len(retracted) < 8
+    assert 1 <= len(retracted) < 5
     assert engine.answer_counts["retractions"] >= len(retracted)
     for rollout in retracted:
         assert np.array_equal(rollout.reread_mask, rollout.loss_mask & rollout.routed_mask)
     oracle = oracle_of(model, weights)
-    assert logprob_gap(rollouts, oracle, 0.7) < CLOSE
+    assert logprob_gap(rollouts, oracle, 0.4) < CLOSE
     assert same_sets(rollouts, oracle) == 1.0

@@ -5,8 +5,8 @@
 - **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
   answer, the deadline. HTTP 408, 429 and 503 mean a busy server, and allow longer waits; 413 means a request of a
   refused size. An answer counts only after all checks.
-- **Pause.** ``Session.pause`` has the servers end the requests, whose answers then hold the tokens so far. Requests that
-  wait here, or get no answer within ``PAUSE_S``, come back with the prompt alone.
+- **Pause.** ``Session.pause`` has the servers end the requests, whose answers then hold the tokens so far. Requests
+  that wait here, or get no answer within ``PAUSE_S``, come back with the prompt alone.
 - **Idle share.** A server has as many slots as it had requests at once at most. A slot is idle while it has no request,
   between the first request of a ``converse`` and the last answer.
 - **Ids.** Every attempt has a new id, and the answer must repeat the id: late, repeated or exchanged answers have a
