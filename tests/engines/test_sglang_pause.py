@@ -180,7 +180,7 @@ class Ending(SamplingServer):
 def test_an_end_that_nobody_asked_for_stays_an_error() -> None:
     with serving(Ending(DRAWN, **SHAPE)) as (server,):
         engine = engine_of([server], attempts=2)
-        with pytest.raises(RolloutError, match=r"2 attempts failed, .* finished with abort \(None\), expected stop or"):
+        with pytest.raises(RolloutError, match=r"2 attempts failed, .* finished with abort, expected stop or"):
             engine.generate(requests_of(1), PARAMS)
 
 
@@ -226,11 +226,12 @@ def test_the_idle_share_is_that_of_slots_without_a_request() -> None:
 
 
 def write_endless(folder: Path, positions: int) -> Path:
-    """A model whose end token is hardly ever drawn at a low temperature."""
+    """A model whose end token is hardly ever drawn: its logit is 0 among large ones."""
     write_tiny_model(
         folder, hidden_size=64, num_experts=8, expert_width=32, initializer_range=0.3, max_positions=positions
     )
     tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] *= 2.5
     tensors["lm_head.weight"][EOS_ID] = 0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -276,7 +277,7 @@ def test_a_real_server_ends_requests_and_they_go_on_under_new_weights(real: tupl
         for request in reversed(requests):
             session.start(sample(request))
 
-    params = SamplingParams(max_response_tokens=4000, temperature=0.7)
+    params = SamplingParams(max_response_tokens=4000)
     engine.converse(begin, params)
     assert parts[7].finish_reason == "length"
     running = [part for part in parts.values() if part.finish_reason == "pause" and part.loss_mask.any()]
@@ -285,14 +286,14 @@ def test_a_real_server_ends_requests_and_they_go_on_under_new_weights(real: tupl
     assert len(queued) == 7 - len(running) >= 1  # SGLang keeps room for all 4000 tokens of each
     assert all(8 <= len(part.response_tokens) < 4000 for part in running)
     assert engine.answer_counts["lost_parts"] == 0
-    assert logprob_gap(running, oracles[0], 0.7) < CLOSE
+    assert logprob_gap(running, oracles[0]) < CLOSE
     assert same_sets(running, oracles[0]) == 1.0
 
     engine.update_weights(weights[1].items(), 1)
     more = [go_on(requests[part.group], part, len(part.response_tokens) + 16) for part in [*running, queued[0]]]
     rests = engine.generate(more, params)
-    assert logprob_gap(rests, oracles[1], 0.7) < CLOSE  # as of a prefill under the new weights alone
-    assert logprob_gap(rests, oracles[0], 0.7) > 1e-2
+    assert logprob_gap(rests, oracles[1]) < CLOSE  # as of a prefill under the new weights alone
+    assert logprob_gap(rests, oracles[0]) > 1e-2
     assert same_sets(rests[-1:], oracles[1]) == 1.0
     for part, rest in zip(running, rests, strict=False):
         whole = join(part, rest)
@@ -305,13 +306,13 @@ def test_a_real_server_ends_requests_and_they_go_on_under_new_weights(real: tupl
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("real", [(512, 700, "float32", "replay")], indirect=True)
+@pytest.mark.parametrize("real", [(512, 350, "float32", "replay")], indirect=True)
 def test_a_real_server_that_runs_out_of_memory_retracts_requests(real: tuple[Path, SGLangEngine]) -> None:
     """It admits requests for less than all their tokens. What it has read twice is right, and marked."""
     model, engine = real
     weights = noisy(model, 0)
     engine.update_weights(weights.items(), 0)
-    params = SamplingParams(max_response_tokens=300, temperature=0.4, stop_token_ids=(EOS_ID,))
+    params = SamplingParams(max_response_tokens=150, stop_token_ids=(EOS_ID,))
     rollouts = engine.generate([SampleRequest(PROMPT + group, group, 0, 0) for group in range(5)], params)
     retracted = [rollout for rollout in rollouts if rollout.reread_mask is not None]
     assert 1 <= len(retracted) < 5
@@ -319,5 +320,5 @@ def test_a_real_server_that_runs_out_of_memory_retracts_requests(real: tuple[Pat
     for rollout in retracted:
         assert np.array_equal(rollout.reread_mask, rollout.loss_mask & rollout.routed_mask)
     oracle = oracle_of(model, weights)
-    assert logprob_gap(rollouts, oracle, 0.4) < CLOSE
+    assert logprob_gap(rollouts, oracle) < CLOSE
     assert same_sets(rollouts, oracle) == 1.0

@@ -113,12 +113,13 @@ def parse_answer(
     except DataError as error:
         raise RolloutError(str(error)) from error
     meta, aborted = parsed.meta_info, stopped and parsed.meta_info.finish_reason.type == "abort"
-    if aborted and not parsed.output_ids and meta.id == rid:
+    if aborted and not parsed.output_ids:
         return prompt_alone(request, version)
     finish = _find_end(request, parsed, params, bounds) if aborted else _FINISH.get(meta.finish_reason.type)
-    fault = next(_find_faults(request, parsed, version, rid, params, bounds, finish), None)
+    fault = next(_find_faults(request, parsed, version, rid, params, bounds), None)
     if fault is not None or finish is None:
-        raise RolloutError(f"{label}: {fault}")
+        reason = f"the server finished with {meta.finish_reason.type}, expected stop or length"
+        raise RolloutError(f"{label}: {fault or reason}")
     output, num_prompt = np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
     checked, counts, ids = _require_logprobs(logprobs, label), None, None
     if params.has_nucleus:
@@ -158,13 +159,7 @@ def longest_answer(request: SampleRequest, shape: MoeShape | None, params: Sampl
 
 
 def _find_faults(
-    request: SampleRequest,
-    answer: _Answer,
-    version: int,
-    rid: str,
-    params: SamplingParams,
-    bounds: Bounds,
-    finish: FinishReason | None,
+    request: SampleRequest, answer: _Answer, version: int, rid: str, params: SamplingParams, bounds: Bounds
 ) -> Iterator[str]:
     """Yield contradictions to the request, its limit and end tokens, the model, or the last weight update."""
     meta, output, prompt = answer.meta_info, answer.output_ids, request.prompt_tokens.tolist()
@@ -179,19 +174,16 @@ def _find_faults(
         yield f"the server counts {counted} tokens of prompt and response, expected {(len(prompt), size)}"
     if [entry[1] for entry in meta.output_token_logprobs or ()] != output:
         yield "output_token_logprobs are of other tokens than output_ids"
-    reason, matched = meta.finish_reason.type, meta.finish_reason.matched
-    if finish is None:
-        yield f"the server finished with {reason} ({matched}), expected stop or length"
     limit = limit_response(request, params, bounds.positions - 1)
-    stops, ends = set(params.stop_token_ids), _find_ends(params, bounds)
+    stops, ends, finish = set(params.stop_token_ids), _find_ends(params, bounds), meta.finish_reason
     if size > limit:
         yield f"the response has {size} tokens, expected at most {limit}"
     if stops.intersection(output[:-1]):
         yield f"the response goes on behind its end token, one of {sorted(stops)}"
-    if finish == "stop" and (output[-1] not in ends or matched not in (None, output[-1])):
-        yield f"it stopped at {matched!r}, its last token is {output[-1]}, expected one of {sorted(ends)}"
+    if finish.type == "stop" and (output[-1] not in ends or finish.matched not in (None, output[-1])):
+        yield f"it stopped at {finish.matched!r}, its last token is {output[-1]}, expected one of {sorted(ends)}"
     fills_model = len(prompt) + size >= bounds.positions - ROOM_SLACK
-    if finish == "length" and size < limit and (output[-1] in ends or not fills_model):
+    if finish.type == "length" and size < limit and (output[-1] in ends or not fills_model):
         yield (
             f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit} (a server "
             "with less room needs more: --context-length, sglang.max_total_tokens, sglang.mem_fraction)"

@@ -132,20 +132,19 @@ class SGLangClient:
         self, urls: Sequence[str], settings: SGLangConfig, headers: Mapping[str, str] = {}, tell: Tell = print
     ) -> None:
         """``headers`` go with every request, an API key among them. ``tell`` gets a line for the first
-        event of a kind in a ``converse``."""
+        event of a kind since the counts were cleared."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
         self.urls, self.settings, self.tell = [*urls], settings, tell
         self.headers = UNPACKED | dict(headers)
         self.counts = Counter[str]()
-        """Of the last ``converse``, see ``Engine.answer_counts``."""
+        """See ``Engine.answer_counts``."""
 
     def converse(self, begin: Begin, call: Call) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, with the last failure.
 
         RequestError, raised to the caller of the request, if no server takes a request of its size.
         """
-        self.counts.clear()
 
         async def run() -> None:
             # trust_env: servers are near, often on the loopback address, and no proxy may come between.
@@ -182,8 +181,8 @@ class _RequestSession(Session):
                 self._helpers += [self._tasks.create_task(work) for work in (self._tick(), self._open())]
         duration = max(self._sent_at, default=0.0) - min(self._sent_at, default=0.0)
         slots = sum(server.most_busy for server in self._servers)
-        self._client.counts["slot_ms"] = round(1e3 * slots * duration)
-        self._client.counts["busy_slot_ms"] = round(1e3 * sum(server.busy_s for server in self._servers))
+        self._client.counts["slot_ms"] += round(1e3 * slots * duration)
+        self._client.counts["busy_slot_ms"] += round(1e3 * sum(server.busy_s for server in self._servers))
 
     def pause(self) -> None:
         self._is_paused = True

@@ -5,7 +5,7 @@ within a model copy and without their routes: ranks need different rows of the r
 rank until the step is split into micro-batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
@@ -274,10 +274,12 @@ def response_advantages(
 
 
 def count_answers(engine: Engine) -> dict[str, Stat]:
-    """Return the ``answer_counts`` of all ranks in the last sampling, and the idle share; a collective call."""
+    """Return and clear the ``answer_counts`` of all ranks, and the idle share of slots; a collective call."""
     names = *COUNTED, "slot_ms", "busy_slot_ms"
     counts = getattr(engine, "answer_counts", {})  # an engine of the user's own need not count
     totals = distributed.gather_rows(np.array([[float(counts.get(name, 0)) for name in names]])).sum(0)
+    if isinstance(counts, MutableMapping):
+        counts.clear()
     is_first = distributed.dp_rank() == 0
     *numbers, slots, busy = totals
     found = {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(COUNTED, numbers, strict=True)}
