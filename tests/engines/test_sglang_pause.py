@@ -306,16 +306,16 @@ def test_a_real_server_ends_requests_and_they_go_on_under_new_weights(real: tupl
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("real", [(512, 350, "float32", "replay")], indirect=True)
+@pytest.mark.parametrize("real", [(512, 520, "float32", "replay")], indirect=True)
 def test_a_real_server_that_runs_out_of_memory_retracts_requests(real: tuple[Path, SGLangEngine]) -> None:
     """It admits requests for less than all their tokens. What it has read twice is right, and marked."""
     model, engine = real
     weights = noisy(model, 0)
     engine.update_weights(weights.items(), 0)
     params = SamplingParams(max_response_tokens=150, stop_token_ids=(EOS_ID,))
-    rollouts = engine.generate([SampleRequest(PROMPT + group, group, 0, 0) for group in range(5)], params)
+    rollouts = engine.generate([SampleRequest(PROMPT + group, group, 0, 0) for group in range(6)], params)
     retracted = [rollout for rollout in rollouts if rollout.reread_mask is not None]
-    assert 1 <= len(retracted) < 5
+    assert 1 <= len(retracted) < 6
     assert engine.answer_counts["retractions"] >= len(retracted)
     for rollout in retracted:
         assert np.array_equal(rollout.reread_mask, rollout.loss_mask & rollout.routed_mask)
