@@ -32,8 +32,8 @@ class SamplingParams:
     """With top_p below 1: rollouts carry the ids of each token's nucleus, at most this number per response (a larger
     number is an error). None: rollouts carry no ids."""
     segment_tokens: int | None = None
-    """After this number of tokens, an engine that decodes in batches fills the places of finished responses with
-    waiting requests, and may be paused. None: a batch runs to its end."""
+    """After this number of tokens, an engine that decodes in batches answers its requests, unfinished responses with
+    finish_reason "pause": new requests may take places in the next batch. None: a batch runs to its end."""
 
     @property
     def has_nucleus(self) -> bool:
