@@ -272,11 +272,11 @@ async def _sample_response(
 ) -> Rollout:
     """Sample a response, or the rest of ``rollout``, until it ends or the session is paused."""
     while rollout is None or rollout.finish_reason == "pause":
-        asked = request if rollout is None else go_on(request, rollout, max_response_tokens)
-        rest = await session.sample(asked)
-        if rollout is not None and not rest.loss_mask.any():
-            return replace(rollout, finish_reason=rest.finish_reason)
-        rollout = rest if rollout is None else join(rollout, rest)
+        following = request if rollout is None else go_on(request, rollout, max_response_tokens)
+        later = await session.sample(following)
+        if rollout is not None and not later.loss_mask.any():
+            return replace(rollout, finish_reason=later.finish_reason)
+        rollout = later if rollout is None else join(rollout, later)
     return rollout
 
 
@@ -356,7 +356,7 @@ class Draw:
         """By (prompt, sample), as they arrive."""
         self.unfinished = dict(unfinished or {})
         """Paused responses, each with at least a token."""
-        self._asker, self._request_of, self._player, self._pauses = asker, request_of, player, unfinished is not None
+        self.asker, self._request_of, self._player, self._pauses = asker, request_of, player, unfinished is not None
         self._in_flight: set[asyncio.Task[None]] = set()
         self._session: tuple[asyncio.AbstractEventLoop, Session] | None = None
         self._is_asked_to_pause = self._is_paused = False
@@ -370,7 +370,7 @@ class Draw:
         """Start the first episodes. When an episode ends, it starts the further samples that the sampling rule
         requests."""
         self._session = asyncio.get_running_loop(), session
-        self._start(session, self._asker.start())
+        self._start(session, self.asker.start())
         if self._is_asked_to_pause:
             self._pause(session)
 
@@ -399,11 +399,11 @@ class Draw:
         if (rollout := sample.rollout) is not None and rollout.finish_reason == "pause":
             self.unfinished |= {key: rollout} if rollout.loss_mask.any() else {}
             return
-        if self._asker.done and not self._pauses:
+        if self.asker.done and not self._pauses:
             return  # earlier samples were enough
         self.samples[key] = sample
-        asks = self._asker.add(*key, sample.reward)
-        if not self._asker.done:
+        asks = self.asker.add(*key, sample.reward)
+        if not self.asker.done:
             return self._start(session, asks)
         if self._pauses:
             return self._pause(session)

@@ -4,7 +4,7 @@ Every rank draws the samples of its ``assignment``. Only rewards, a few numbers 
 advantages need whole groups, and groups may span ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.sampling.collector import Selection
-from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.engines.player import Asker, Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
@@ -149,17 +148,15 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        begun, of_window, asker = self._untrained, dict[str, Stat](), assigned.assignment.asker()
+        begun, of_window = self._untrained, dict[str, Stat]()
         places = assigned.position + np.arange(self.config.prompts_per_step_at_most)
-        drawn = self._make_step_draw(assigned)
-        if begun is not None:
-            drawn = self._make_window_draw(begun, asker := begun.asker(step))
+        drawn = self._make_step_draw(assigned) if begun is None else self._make_window_draw(begun, step)
         sample = partial(drawn.run, self.engine, self._params(step), self.on_finish)
         if assigned.background is not None:
             sample = partial(assigned.background.result, self.on_finish)
         samples = requests.sample_together(self.engine, sample, "sampling")
         if begun is not None:
-            samples, places, of_window, begun = begun.take(asker, samples, drawn.unfinished)
+            samples, places, of_window, begun = begun.take(drawn)
         table = step_rollouts.SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = step_rollouts.select(assigned.assignment, table, step)
         advantages, trains = step_rollouts.response_advantages(self.config, self.objective, selection, table)
@@ -193,10 +190,8 @@ class Sampler:
     def go_on(self, step: int) -> None:
         """Have the servers go on with the responses of later steps during training, until ``settle``."""
         assert self._untrained is not None
-        drawn, params = (
-            self._make_window_draw(self._untrained, self._untrained.asker(step, ends=False)),
-            self._params(step),
-        )
+        drawn = self._make_window_draw(self._untrained, step, ends=False)
+        params = self._params(step)
         background = requests.BackgroundSampling(lambda on_finish: drawn.run(self.engine, params, on_finish))
         self._under_way = drawn, background
 
@@ -246,9 +241,7 @@ class Sampler:
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with separate seeds."""
-        draw = self._make_draw(
-            assignment.FixedSamples(keys), self._step_prompts(step).__getitem__, requests.PRESAMPLE, step
-        )
+        draw = self._make_draw(assignment.FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         sample = partial(draw.run, self.engine, params, self.on_finish)
@@ -267,26 +260,20 @@ class Sampler:
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         positions = self.order.take(assigned.position, self.config.prompts_per_step_at_most)
         prompts = [self.prompts[index] for index in positions]
-        return self._make_draw(assigned.assignment.asker(), prompts.__getitem__, requests.TRAIN, assigned.step)
+        return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
-    def _make_window_draw(self, begun: untrained.Untrained, asker: Asker) -> Draw:
-        """Return the draw of prompts that are numbered by their place; (0, place) seeds a prompt in any step."""
+    def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
+        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts.__getitem__)
+        return Draw(asker, request_of, self.player)
+
+    def _make_window_draw(self, begun: untrained.Untrained, step: int, *, ends: bool = True) -> Draw:
+        """Return the draw of prompts that are numbered by place: seeds are of (0, place), in any step."""
 
         def prompt_at(place: int) -> Prompt:
             return self.prompts[int(self.order.take(place, 1)[0])]
 
-        return self._make_draw(asker, prompt_at, requests.TRAIN, 0, begun.paused)
-
-    def _make_draw(
-        self,
-        asker: Asker,
-        prompt_of: Callable[[int], Prompt],
-        purpose: int,
-        step: int,
-        *unfinished: Mapping[Key, Rollout],
-    ) -> Draw:
-        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompt_of)
-        return Draw(asker, request_of, self.player, *unfinished)
+        request_of = requests.make_requests(self.config.run.seed, requests.TRAIN, 0, prompt_at)
+        return Draw(begun.asker(step, ends=ends), request_of, self.player, begun.paused)
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes by prompt; a collective call."""

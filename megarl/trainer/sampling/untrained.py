@@ -18,7 +18,7 @@ from megarl.core.metrics import Stat
 from megarl.core.sampling.collector import Key
 from megarl.core.sampling.window import WindowSamples
 from megarl.core.types import Rollout
-from megarl.engines.player import Failure, Sample
+from megarl.engines.player import Draw, Failure, Sample
 from megarl.megatron import distributed
 
 
@@ -41,8 +41,8 @@ class Untrained:
         """Return the asker for a step. ends: False after the step's batch has left, for samples of later steps."""
         rollout, size = self.config.rollout, len(self.turns)
         places = (place for place in count(self.first) if place % rollout.prompts_per_step in self.turns)
-        most = (rollout.max_staleness + ends) * size
-        prompts = [*islice((place for place in places if place not in self.trained), most)]
+        limit = (rollout.max_staleness + ends) * size
+        prompts = [*islice((place for place in places if place not in self.trained), limit)]
         responses = {key: sample.rollout for key, sample in self.samples.items()} | self.paused
         oldest = step - rollout.max_staleness
         due = {key[0] for key, response in responses.items() if response and _oldest_version(response) <= oldest}
@@ -50,14 +50,13 @@ class Untrained:
         options: Any = {"most_passed": most_passed, "due": due, "arrived": self.samples, "ends": ends}
         return WindowSamples(prompts, rollout.group_size, size, **options)
 
-    def take(
-        self, asker: WindowSamples, samples: Mapping[Key, Sample], paused: Mapping[Key, Rollout]
-    ) -> tuple[dict[Key, Sample], np.ndarray, dict[str, Stat], Self]:
-        """Return the samples of a step by (turn, sample), the place of each turn [B], metrics, and what then is untrained.
+    def take(self, draw: Draw) -> tuple[dict[Key, Sample], np.ndarray, dict[str, Stat], Self]:
+        """Return the samples of a step by (turn, sample), the place of each turn [B], metrics, and what remains.
 
-        samples, paused: the rank's after the asker had enough. A collective call.
+        draw: has ended. A collective call.
         """
-        samples, decided = {**self.samples, **samples}, asker.choose()
+        assert isinstance(draw.asker, WindowSamples)
+        samples, paused, decided = {**self.samples, **draw.samples}, draw.unfinished, draw.asker.choose()
         assert decided is not None, "sampling has ended before the batch was complete"
         batch = dict(zip(decided[0], self.turns, strict=True))
         of_ranks = distributed.gather_objects((batch, len(paused), decided[1]))
@@ -73,11 +72,11 @@ class Untrained:
         while first in trained:
             first += 1
         remaining = {key: sample for key, sample in samples.items() if key[0] not in batch}
-        rest = replace(
-            self, samples=remaining, paused=dict(paused), first=first, trained={n for n in trained if n > first}
+        remainder = replace(
+            self, samples=remaining, paused=paused, first=first, trained={n for n in trained if n > first}
         )
         metrics = {f"rollout/{name}": Stat.total(float(total) * is_first) for name, total in sums.items()}
-        return of_step, np.array(sorted(turn_of, key=turn_of.__getitem__)), metrics, rest
+        return of_step, np.array(sorted(turn_of, key=turn_of.__getitem__)), metrics, remainder
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: "trained", equal on all ranks, and "untrained", the rank's; plain."""
@@ -99,8 +98,8 @@ class Untrained:
                 self.paused[place, sample] = _to_rollout(value)
                 continue
             failure = value["failure"] and Failure(**value["failure"])
-            parts = {"rollout": value["rollout"] and _to_rollout(value["rollout"]), "failure": failure}
-            self.samples[place, sample] = Sample(**value | parts)
+            records = {"rollout": value["rollout"] and _to_rollout(value["rollout"]), "failure": failure}
+            self.samples[place, sample] = Sample(**value | records)
 
 
 def _oldest_version(rollout: Rollout) -> int:
