@@ -174,7 +174,7 @@ class Player:
         errors of the engine are raised. unfinished: see ``play``; without an environment only.
         """
         if self.environment is None:
-            rollout = await _sample_rest(session, request, unfinished, self.limits.response_tokens)
+            rollout = await _sample_response(session, request, unfinished, self.limits.response_tokens)
             return EpisodeResult(rollout, [rollout.num_tokens - 1], [None])
         result, limits = EpisodeResult(), self.limits
         episode: Episode | None = None
@@ -267,12 +267,17 @@ def turn_seed(seed: int, turn: int) -> int:
     return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
 
 
-async def _sample_rest(session: Session, request: SampleRequest, part: Rollout | None, most: int) -> Rollout:
-    """Sample a response of at most ``most`` tokens, or what ``part`` of the response lacks."""
-    if part is None:
-        return await session.sample(request)
-    rest = await session.sample(go_on(request, part, most))
-    return join(part, rest) if rest.loss_mask.any() else replace(part, finish_reason=rest.finish_reason)
+async def _sample_response(
+    session: Session, request: SampleRequest, rollout: Rollout | None, max_response_tokens: int
+) -> Rollout:
+    """Sample a response, or the rest of ``rollout``, until it ends or the session is paused."""
+    while rollout is None or rollout.finish_reason == "pause":
+        following = request if rollout is None else go_on(request, rollout, max_response_tokens)
+        later = await session.sample(following)
+        if rollout is not None and not later.loss_mask.any():
+            return replace(rollout, finish_reason=later.finish_reason)
+        rollout = later if rollout is None else join(rollout, later)
+    return rollout
 
 
 @contextmanager
@@ -342,11 +347,19 @@ Asker = Collector | FixedSamples | WindowSamples
 class Draw:
     """One rank's samples of a step."""
 
-    def __init__(self, asker: Asker, request_of: RequestOf, player: Player) -> None:
+    def __init__(
+        self, asker: Asker, request_of: RequestOf, player: Player, unfinished: Mapping[Key, Rollout] | None = None
+    ) -> None:
+        """unfinished: paused responses to go on with. Once the asker has enough, unfinished responses are paused; with
+        None they are dropped."""
         self.samples: dict[Key, Sample] = {}
         """By (prompt, sample), as they arrive."""
-        self._asker, self._request_of, self._player = asker, request_of, player
+        self.unfinished = dict(unfinished or {})
+        """Paused responses, each with at least a token."""
+        self.asker, self._request_of, self._player, self._pauses = asker, request_of, player, unfinished is not None
         self._in_flight: set[asyncio.Task[None]] = set()
+        self._session: tuple[asyncio.AbstractEventLoop, Session] | None = None
+        self._is_asked_to_pause = self._is_paused = False
 
     def run(self, engine: Engine, params: SamplingParams, on_finish: OnFinish = None) -> dict[Key, Sample]:
         """Draw all samples, an episode for each."""
@@ -356,41 +369,8 @@ class Draw:
     def begin(self, session: Session) -> None:
         """Start the first episodes. When an episode ends, it starts the further samples that the sampling rule
         requests."""
-        self._start(session, self._asker.start())
-
-    def _start(self, session: Session, asks: Sequence[Ask]) -> None:
-        for key in [(ask.prompt, sample) for ask in asks for sample in ask.samples]:
-            task = session.start(self._play(session, key))
-            self._in_flight.add(task)
-            task.add_done_callback(self._in_flight.discard)
-
-    async def _play(self, session: Session, key: Key) -> None:
-        sample = await self._player.play(session, *self._request_of(*key))
-        if self._asker.done:
-            return  # earlier samples were enough
-        self.samples[key] = sample
-        asks = self._asker.add(*key, sample.reward)
-        if not self._asker.done:
-            return self._start(session, asks)
-        for task in self._in_flight - {asyncio.current_task()}:
-            task.cancel()
-
-
-class PausingDraw(Draw):
-    """One rank's samples of a step and of later steps. Once the asker has enough, unfinished responses are paused."""
-
-    def __init__(
-        self, asker: Asker, request_of: RequestOf, player: Player, unfinished: Mapping[Key, Rollout] | None = None
-    ) -> None:
-        super().__init__(asker, request_of, player)
-        self.unfinished = dict(unfinished or {})
-        """Responses with at least a token; at first, the paused responses to go on with."""
-        self._session: tuple[asyncio.AbstractEventLoop, Session] | None = None
-        self._is_asked_to_pause = self._is_paused = False
-
-    def begin(self, session: Session) -> None:
         self._session = asyncio.get_running_loop(), session
-        super().begin(session)
+        self._start(session, self.asker.start())
         if self._is_asked_to_pause:
             self._pause(session)
 
@@ -407,15 +387,25 @@ class PausingDraw(Draw):
             self._is_paused = True
             session.pause()
 
+    def _start(self, session: Session, asks: Sequence[Ask]) -> None:
+        for key in [(ask.prompt, sample) for ask in asks for sample in ask.samples]:
+            task = session.start(self._play(session, key))
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)
+
     async def _play(self, session: Session, key: Key) -> None:
         sample = await self._player.play(session, *self._request_of(*key), self.unfinished.get(key))
         self.unfinished.pop(key, None)
-        rollout = sample.rollout
-        if rollout is not None and rollout.finish_reason == "pause":
-            if rollout.loss_mask.any():
-                self.unfinished[key] = rollout
+        if (rollout := sample.rollout) is not None and rollout.finish_reason == "pause":
+            self.unfinished |= {key: rollout} if rollout.loss_mask.any() else {}
             return
+        if self.asker.done and not self._pauses:
+            return  # earlier samples were enough
         self.samples[key] = sample
-        self._start(session, self._asker.add(*key, sample.reward))
-        if self._asker.done:
-            self._pause(session)
+        asks = self.asker.add(*key, sample.reward)
+        if not self.asker.done:
+            return self._start(session, asks)
+        if self._pauses:
+            return self._pause(session)
+        for task in self._in_flight - {asyncio.current_task()}:
+            task.cancel()

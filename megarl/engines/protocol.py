@@ -32,8 +32,8 @@ class SamplingParams:
     """With top_p below 1: rollouts carry the ids of each token's nucleus, at most this number per response (a larger
     number is an error). None: rollouts carry no ids."""
     segment_tokens: int | None = None
-    """After this number of tokens, an engine that decodes in batches fills the places of finished responses with
-    waiting requests, and may be paused. None: a batch runs to its end."""
+    """After this number of tokens, an engine that decodes in batches answers its requests, unfinished responses with
+    finish_reason "pause": new requests may take places in the next batch. None: a batch runs to its end."""
 
     @property
     def has_nucleus(self) -> bool:
@@ -184,11 +184,15 @@ def prompt_alone(request: SampleRequest, version: int) -> Rollout:
     return Rollout(request.group, request.sample, tokens, mask, logprobs, None, None, versions, "pause")
 
 
-def go_on(request: SampleRequest, part: Rollout, max_response_tokens: int) -> SampleRequest:
-    """Return the request that continues ``part`` of a response of at most ``max_response_tokens`` in all."""
-    drawn = part.num_tokens - len(request.prompt_tokens)
-    most = min(max_response_tokens, request.max_response_tokens or max_response_tokens)
-    changes: Any = {"prompt_tokens": part.tokens, "known_rows": known_rows(part), "max_response_tokens": most - drawn}
+def go_on(request: SampleRequest, earlier: Rollout, max_response_tokens: int) -> SampleRequest:
+    """Return the request that continues ``earlier``, of a response of at most ``max_response_tokens`` in all."""
+    drawn = earlier.num_tokens - len(request.prompt_tokens)
+    limit = min(max_response_tokens, request.max_response_tokens or max_response_tokens)
+    changes: Any = {
+        "prompt_tokens": earlier.tokens,
+        "known_rows": known_rows(earlier),
+        "max_response_tokens": limit - drawn,
+    }
     return replace(request, num_drawn=request.num_drawn + drawn, **changes)
 
 

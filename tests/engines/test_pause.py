@@ -16,7 +16,7 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.engines.local.engine import LocalEngine
-from megarl.engines.player import EpisodeLimits, PausingDraw, Player, Sample
+from megarl.engines.player import Draw, EpisodeLimits, Player, Sample
 from megarl.engines.protocol import SamplingParams
 
 PROMPTS = [np.array(tokens, np.int32) for tokens in ([3], [5, 4], [6, 7, 8], [3, 3], [9])]
@@ -31,9 +31,9 @@ def request_of(prompt: int, sample: int) -> tuple[SampleRequest, Prompt]:
 def draw(
     engine: LocalEngine, player: Player, params: SamplingParams, unfinished: Mapping[Key, Rollout],
     arrived: Mapping[Key, Sample], size: int = 2,
-) -> PausingDraw:  # fmt: skip
+) -> Draw:  # fmt: skip
     asker = WindowSamples(range(len(PROMPTS)), 2, size, most_passed=1, arrived=arrived)
-    drawn = PausingDraw(asker, request_of, player, unfinished)
+    drawn = Draw(asker, request_of, player, unfinished)
     drawn.run(engine, params)
     return drawn
 
@@ -103,7 +103,7 @@ def test_each_part_has_the_version_of_its_weights(engine: LocalEngine, model_pat
 def test_what_is_paused_before_it_begins_has_no_token(engine: LocalEngine, model_path: Path) -> None:
     with Judge("test_draw:says_one") as judge:
         player = Player(AutoTokenizer.from_pretrained(model_path), judge, EpisodeLimits(LONGEST))
-        drawn = PausingDraw(WindowSamples(range(3), 2, 2), request_of, player)
+        drawn = Draw(WindowSamples(range(3), 2, 2), request_of, player, {})
         drawn.pause()
         drawn.run(engine, SamplingParams(max_response_tokens=LONGEST, segment_tokens=3))
     assert (drawn.samples, drawn.unfinished) == ({}, {})

@@ -53,17 +53,17 @@ class WindowSamples:
 
     def choose(self) -> tuple[list[int], int] | None:
         """Return the prompts that train, ascending, and how many prompts they pass over; None if not yet decided."""
-        batch, passed = list[int](), 0
+        batch, num_passed = list[int](), 0
         for prompt in self._prompts:
             if len(batch) == self._size:
                 break
             if self._arrived[prompt] == self._group_size:
                 batch.append(prompt)
-            elif passed == self._most_passed or prompt in self._due:
+            elif num_passed == self._most_passed or prompt in self._due:
                 return None
             else:
-                passed += 1
-        return (batch, passed) if len(batch) == self._size else None
+                num_passed += 1
+        return (batch, num_passed) if len(batch) == self._size else None
 
     def _take(self, number: int) -> list[Ask]:
         keys = [] if self.done else [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]

@@ -10,7 +10,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,10 @@ from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines import protocol
 from megarl.engines.local.decode import RouteRecorder, decode
-from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session, go_on, prompt_alone
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session, prompt_alone
 from megarl.engines.weights import Intake, WeightForm, auto_class, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.models.names import is_fp32
-from megarl.routes.turns import join
 
 BUCKET_BYTES = 32 << 20
 COPIED_ROWS = 16
@@ -122,8 +120,7 @@ class LocalEngine(Engine):
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
         if params.return_routed_experts and self._recorder.num_layers == 0:
             raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
-        sample = partial(self._sample, params=params, on_finish=on_finish)
-        session = BatchSession(sample, params.max_response_tokens, self.weight_version)
+        session = BatchSession(lambda requests: self._sample(requests, params, on_finish), self.weight_version)
         protocol.run_session(session.run_episodes(begin))
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
@@ -154,31 +151,24 @@ class BatchSession(Session):
     """Samples one batch whenever every episode waits for a response.
 
     The content of a batch then depends on the episodes alone and not on timing, and with the content every float of the
-    results. Unfinished responses of a batch go on in the next batch.
+    results.
     """
 
-    def __init__(
-        self,
-        sample: Callable[[Sequence[SampleRequest]], list[Rollout]],
-        max_response_tokens: int = sys.maxsize,
-        version: int = 0,
-    ) -> None:
+    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]], version: int = 0) -> None:
         """``sample`` gets all waiting requests, in the order of (group, sample), and blocks the event loop.
 
         version: of the weights.
         """
         super().__init__()
-        self._sample_batch, self._max_response_tokens, self._version = sample, max_response_tokens, version
+        self._sample_batch, self._version = sample, version
         self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
-        self._unfinished: dict[asyncio.Future[Rollout], Rollout] = {}
-        """The responses of waiting requests so far."""
         self._will_answer = self._is_paused = False
 
     def pause(self) -> None:
         self._is_paused = True
         for answer, request in self._waiting.items():
             if not answer.done():
-                answer.set_result(self._unfinished.get(answer) or prompt_alone(request, self._version))
+                answer.set_result(prompt_alone(request, self._version))
         self._waiting.clear()
 
     async def sample(self, request: SampleRequest) -> Rollout:
@@ -191,7 +181,6 @@ class BatchSession(Session):
             return await answer
         finally:
             self._waiting.pop(answer, None)
-            self._unfinished.pop(answer, None)
 
     def _after_episode(self) -> None:
         if not self._will_answer:
@@ -205,25 +194,15 @@ class BatchSession(Session):
         waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
         self._waiting.clear()
         try:
-            rollouts = self._sample_batch([self._go_on(*item) for item in waiting])
+            rollouts = self._sample_batch([request for _, request in waiting])
         except Exception as error:  # the error must reach the waiting episodes, which end the session
             for answer, _ in waiting:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (answer, request), rollout in zip(waiting, rollouts, strict=True):
-            if answer.done():  # the episode was cancelled
-                continue
-            earlier = self._unfinished.pop(answer, None)
-            response = rollout if earlier is None else join(earlier, rollout)
-            if response.finish_reason == "pause":
-                self._waiting[answer], self._unfinished[answer] = request, response
-            else:
-                answer.set_result(response)
-
-    def _go_on(self, answer: asyncio.Future[Rollout], request: SampleRequest) -> SampleRequest:
-        earlier = self._unfinished.get(answer)
-        return request if earlier is None else go_on(request, earlier, self._max_response_tokens)
+        for (answer, _), rollout in zip(waiting, rollouts, strict=True):
+            if not answer.done():  # done: the episode was cancelled
+                answer.set_result(rollout)
 
 
 _PRODUCTS = {F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm}

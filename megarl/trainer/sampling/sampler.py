@@ -4,9 +4,9 @@ Every rank draws the samples of its ``assignment``. Only rewards, a few numbers 
 advantages need whole groups, and groups may span ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,8 @@ from megarl.core.choices.stopping import Uniform
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.sampling.collector import Selection
-from megarl.core.types import SampleRequest
 from megarl.data.prompts import Prompt, PromptOrder
-from megarl.engines.player import Asker, Draw, Key, PausingDraw, Sample
+from megarl.engines.player import Asker, Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
@@ -70,7 +69,7 @@ class Sampler:
         """The next prompt in the run's order, with refill. Without refill, the step determines the position."""
         self._ahead: _AssignedStep | None = None
         self._untrained: untrained.Untrained | None = None
-        self._under_way: tuple[PausingDraw, requests.BackgroundSampling] | None = None
+        self._under_way: tuple[Draw, requests.BackgroundSampling] | None = None
         """With ``max_staleness``: what servers sample while the trainer trains."""
         self.on_finish = on_finish
         self._allocator: AdaEst | Gvm | None = None
@@ -130,10 +129,11 @@ class Sampler:
         If sampling failed, ``sample_step`` raises the error. RolloutError as in ``requests.require_weights``.
         """
         if self._untrained is not None and self._under_way is not None:
-            (paused, background), self._under_way = self._under_way, None
-            paused.pause()
+            (drawn, background), self._under_way = self._under_way, None
+            drawn.pause()
             samples = requests.sample_together(self.engine, partial(background.result, self.on_finish), "sampling")
-            self._untrained.keep(samples, paused.unfinished)
+            samples = {**self._untrained.samples, **samples}
+            self._untrained = replace(self._untrained, samples=samples, paused=drawn.unfinished)
         if self._ahead is None or (background := self._ahead.background) is None:
             return
         has_failed = False
@@ -148,14 +148,15 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        if self._untrained is not None:
-            samples, places, of_window, keep = self._sample_window(self._untrained, step)
-        else:
-            sample = partial(self._make_step_draw(assigned).run, self.engine, self._params(step), self.on_finish)
-            if assigned.background is not None:
-                sample = partial(assigned.background.result, self.on_finish)
-            samples, of_window, keep = requests.sample_together(self.engine, sample, "sampling"), {}, None
-            places = assigned.position + np.arange(self.config.prompts_per_step_at_most)
+        begun, of_window = self._untrained, dict[str, Stat]()
+        places = assigned.position + np.arange(self.config.prompts_per_step_at_most)
+        drawn = self._make_step_draw(assigned) if begun is None else self._make_window_draw(begun, step)
+        sample = partial(drawn.run, self.engine, self._params(step), self.on_finish)
+        if assigned.background is not None:
+            sample = partial(assigned.background.result, self.on_finish)
+        samples = requests.sample_together(self.engine, sample, "sampling")
+        if begun is not None:
+            samples, places, of_window, begun = begun.take(drawn)
         table = step_rollouts.SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = step_rollouts.select(assigned.assignment, table, step)
         advantages, trains = step_rollouts.response_advantages(self.config, self.objective, selection, table)
@@ -174,8 +175,7 @@ class Sampler:
         is_full = len(selection.pools) == self.config.rollout.prompts_per_step
         used = selection.pools[-1].prompt + 1 if is_full else self.config.prompts_per_step_at_most
         self._position = assigned.position + used
-        if keep is not None:
-            keep()
+        self._untrained = begun
         return step_rollouts.StepRollouts(
             share.mask_unless(trains),
             by_token or [np.append(advantages, 0.0)[rows] for rows in share.rows],
@@ -187,49 +187,13 @@ class Sampler:
             self._excerpts(step, samples, table.failed),
         )
 
-    def _sample_window(
-        self, kept: untrained.Untrained, step: int
-    ) -> tuple[dict[Key, Sample], np.ndarray, dict[str, Stat], Callable[[], None]]:
-        """Sample until the step has its prompts; a collective call.
-
-        Returns the rank's samples by (turn, sample), the place of each turn [B], metrics, and what to call once the
-        step is whole.
-        """
-        asker = kept.asker(step)
-        drawn = self._make_pausing_draw(asker, kept)
-        run = partial(drawn.run, self.engine, self._params(step), self.on_finish)
-        samples = {**kept.samples, **requests.sample_together(self.engine, run, "sampling")}
-        decided = asker.choose()
-        assert decided is not None, "sampling has ended before the batch was complete"
-        batch = dict(zip(kept.turns, decided[0], strict=True))
-        places, metrics = untrained.gather_batch(batch, len(drawn.unfinished), decided[1])
-
-        def keep() -> None:
-            kept.keep(samples, drawn.unfinished)
-            kept.remove(places)
-
-        return untrained.as_batch(samples, batch), places, metrics, keep
-
     def go_on(self, step: int) -> None:
         """Have the servers go on with the responses of later steps during training, until ``settle``."""
         assert self._untrained is not None
-        drawn = self._make_pausing_draw(self._untrained.asker(step, ends=False), self._untrained)
+        drawn = self._make_window_draw(self._untrained, step, ends=False)
         params = self._params(step)
         background = requests.BackgroundSampling(lambda on_finish: drawn.run(self.engine, params, on_finish))
         self._under_way = drawn, background
-
-    def _make_pausing_draw(self, asker: Asker, kept: untrained.Untrained) -> PausingDraw:
-        number = self.config.rollout.prompts_per_step
-        requests_of = cache(
-            lambda step: requests.make_requests(self.config.run.seed, requests.TRAIN, step, self._step_prompts(step))
-        )
-
-        def request_of(place: int, sample: int) -> tuple[SampleRequest, Prompt]:
-            step, turn = divmod(place, number)
-            request, prompt = requests_of(step)(turn, sample)
-            return replace(request, group=place), prompt
-
-        return PausingDraw(asker, request_of, self.player, kept.paused)
 
     def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
@@ -299,8 +263,17 @@ class Sampler:
         return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
-        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
+        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts.__getitem__)
         return Draw(asker, request_of, self.player)
+
+    def _make_window_draw(self, begun: untrained.Untrained, step: int, *, ends: bool = True) -> Draw:
+        """Return the draw of prompts that are numbered by place: seeds are of (0, place), in any step."""
+
+        def prompt_at(place: int) -> Prompt:
+            return self.prompts[int(self.order.take(place, 1)[0])]
+
+        request_of = requests.make_requests(self.config.run.seed, requests.TRAIN, 0, prompt_at)
+        return Draw(begun.asker(step, ends=ends), request_of, self.player, begun.paused)
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes by prompt; a collective call."""

@@ -8,7 +8,7 @@ step is the union over ranks, and a prompt takes the turn of its rank.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from megarl.core.metrics import Stat
 from megarl.core.sampling.collector import Key
 from megarl.core.sampling.window import WindowSamples
 from megarl.core.types import Rollout
-from megarl.engines.player import Failure, Sample
+from megarl.engines.player import Draw, Failure, Sample
 from megarl.megatron import distributed
 
 
@@ -41,8 +41,8 @@ class Untrained:
         """Return the asker for a step. ends: False after the step's batch has left, for samples of later steps."""
         rollout, size = self.config.rollout, len(self.turns)
         places = (place for place in count(self.first) if place % rollout.prompts_per_step in self.turns)
-        most = (rollout.max_staleness + ends) * size
-        prompts = [*islice((place for place in places if place not in self.trained), most)]
+        limit = (rollout.max_staleness + ends) * size
+        prompts = [*islice((place for place in places if place not in self.trained), limit)]
         responses = {key: sample.rollout for key, sample in self.samples.items()} | self.paused
         oldest = step - rollout.max_staleness
         due = {key[0] for key, response in responses.items() if response and _oldest_version(response) <= oldest}
@@ -50,17 +50,33 @@ class Untrained:
         options: Any = {"most_passed": most_passed, "due": due, "arrived": self.samples, "ends": ends}
         return WindowSamples(prompts, rollout.group_size, size, **options)
 
-    def keep(self, samples: Mapping[Key, Sample], paused: Mapping[Key, Rollout]) -> None:
-        """Add newly complete samples, and replace the paused responses."""
-        self.samples, self.paused = {**self.samples, **samples}, dict(paused)
+    def take(self, draw: Draw) -> tuple[dict[Key, Sample], np.ndarray, dict[str, Stat], Self]:
+        """Return the samples of a step by (turn, sample), the place of each turn [B], metrics, and what remains.
 
-    def remove(self, places: np.ndarray) -> None:
-        """Drop the samples of prompts that have trained; places: int64 [B], of all ranks."""
-        self.trained |= set(places.tolist())
-        while self.first in self.trained:
-            self.trained.remove(self.first)
-            self.first += 1
-        self.samples = {key: sample for key, sample in self.samples.items() if key[0] not in places}
+        draw: has ended. A collective call.
+        """
+        assert isinstance(draw.asker, WindowSamples)
+        samples, paused, decided = {**self.samples, **draw.samples}, draw.unfinished, draw.asker.choose()
+        assert decided is not None, "sampling has ended before the batch was complete"
+        batch = dict(zip(decided[0], self.turns, strict=True))
+        of_ranks = distributed.gather_objects((batch, len(paused), decided[1]))
+        turn_of = {place: turn for of_rank, _, _ in of_ranks for place, turn in of_rank.items()}
+        is_first = distributed.dp_rank() == 0  # sums, equal on all ranks: count once
+        sums = {"paused": sum(count for _, count, _ in of_ranks), "passed_over": sum(count for _, _, count in of_ranks)}
+        of_step = {
+            (turn, number): replace(sample, rollout=sample.rollout and replace(sample.rollout, group=turn))
+            for (place, number), sample in samples.items()
+            if (turn := batch.get(place)) is not None
+        }
+        trained, first = self.trained | turn_of.keys(), self.first
+        while first in trained:
+            first += 1
+        remaining = {key: sample for key, sample in samples.items() if key[0] not in batch}
+        remainder = replace(
+            self, samples=remaining, paused=paused, first=first, trained={n for n in trained if n > first}
+        )
+        metrics = {f"rollout/{name}": Stat.total(float(total) * is_first) for name, total in sums.items()}
+        return of_step, np.array(sorted(turn_of, key=turn_of.__getitem__)), metrics, remainder
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: "trained", equal on all ranks, and "untrained", the rank's; plain."""
@@ -82,31 +98,8 @@ class Untrained:
                 self.paused[place, sample] = _to_rollout(value)
                 continue
             failure = value["failure"] and Failure(**value["failure"])
-            parts = {"rollout": value["rollout"] and _to_rollout(value["rollout"]), "failure": failure}
-            self.samples[place, sample] = Sample(**value | parts)
-
-
-def as_batch(samples: Mapping[Key, Sample], batch: Mapping[int, int]) -> dict[Key, Sample]:
-    """Return the samples of a batch, places by turn, under (turn, sample)."""
-    turn_of = {place: turn for turn, place in batch.items()}
-    return {
-        (turn, number): replace(sample, rollout=sample.rollout and replace(sample.rollout, group=turn))
-        for (place, number), sample in samples.items()
-        if (turn := turn_of.get(place)) is not None
-    }
-
-
-def gather_batch(batch: Mapping[int, int], num_paused: int, num_passed: int) -> tuple[np.ndarray, dict[str, Stat]]:
-    """Return the place of each turn on any rank, int64 [B], and the metrics of all ranks; a collective call."""
-    of_ranks = distributed.gather_objects((batch, num_paused, num_passed))
-    place_of = {turn: place for of_rank, _, _ in of_ranks for turn, place in of_rank.items()}
-    is_first = distributed.dp_rank() == 0  # sums, equal on all ranks: count once
-    totals = {
-        "rollout/paused": sum(paused for _, paused, _ in of_ranks),
-        "rollout/passed_over": sum(passed for _, _, passed in of_ranks),
-    }
-    metrics = {name: Stat.total(float(total) * is_first) for name, total in totals.items()}
-    return np.array([place_of[turn] for turn in sorted(place_of)]), metrics
+            records = {"rollout": value["rollout"] and _to_rollout(value["rollout"]), "failure": failure}
+            self.samples[place, sample] = Sample(**value | records)
 
 
 def _oldest_version(rollout: Rollout) -> int:
