@@ -2,8 +2,9 @@
 
     python tools/bench_servers.py --out FOLDER [--steps 8] [--staleness 0 1 4] [--stopped 0.6]
 
-The mixed task of bench_staleness.py on two real servers of this machine's CPUs (``make sglang-cpu``). The second is
-stopped for a share of the time, in cycles of 0.2 s, so that it is slower and answers late.
+The model and settings of the quickstart, on two real servers of this machine's CPUs (``make sglang-cpu``). Prompts have
+3, 6 or 16 digits to sort, so that a step waits for few long responses. The second server is stopped for a share of the
+time, in cycles of 0.2 s: it is slower, and answers late.
 
 - tokens/s: response tokens of all steps per second of the run, without the first step.
 - idle: share of the servers' slots without a request (``rollout/idle_fraction``); stale: share of stale tokens.
@@ -15,6 +16,7 @@ A finished run in FOLDER is read and not repeated.
 from __future__ import annotations
 
 import argparse
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,17 +25,32 @@ from statistics import mean
 from typing import Any
 
 import psutil
-from bench_staleness import DIGITS, LONGEST, cold_start, in_process, write_task
+from bench_staleness import cold_start, in_process
 
 from megarl import enable_cpu
 from megarl.config.file import load
-from megarl.data.tiny import write_tiny_model
+from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
 from megarl.ops.quickstart import config_text
 from megarl.run.metrics_log import read_metrics
 
 CYCLE_S = 0.2
+SIZES = {3: (200, 500), 6: (600, 6000), 16: (600, 6000)}
+"""By number of digits: prompts to train on, and demonstrations."""
+
+
+def write_task(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    lines: dict[str, list[str]] = {}
+    for number, (num_train, num_demonstrations) in SIZES.items():
+        part, sizes = folder / str(number), {"num_train": num_train, "num_demonstrations": num_demonstrations}
+        write_sort_task(part, digits=number, num_heldout=16, **sizes)
+        for file in part.glob("*.jsonl"):
+            lines.setdefault(file.name, []).extend(file.read_text().splitlines(True))
+    for name, of_file in lines.items():
+        random.Random(0).shuffle(of_file)
+        (folder / name).write_text("".join(of_file))
 
 
 @contextmanager
@@ -92,13 +109,13 @@ def main() -> None:
     parser.add_argument("--stopped", type=float, default=0.6, help="share of the time, of the second server")
     options = parser.parse_args()
     enable_cpu()
-    folder, task = options.out.resolve(), "mixed"
+    folder = options.out.resolve()
     path, model, untrained = folder / "run.toml", folder / "model", folder / "untrained"
     if not path.exists():
-        write_task(folder / "task", DIGITS[task])
+        write_task(folder / "task")
         write_tiny_model(untrained)
         path.write_text(config_text("qwen3_moe", config=path, run=folder, model=model, task=folder / "task"))
-    common = {"parallel.ep": 1, "launch.ranks_per_node": 1, "rollout.max_response_tokens": LONGEST[task]}
+    common = {"parallel.ep": 1, "launch.ranks_per_node": 1, "rollout.max_response_tokens": 24}
     common |= {"data.max_prompt_tokens": 24, "run.steps": options.steps, "log.tensorboard": False, "eval.every": 0}
     if not (model / "config.json").exists():
         in_process(cold_start, path, {**common, "model.path": str(untrained)})
