@@ -3,7 +3,7 @@
     python tools/bench_staleness.py --out FOLDER [--steps 30] [--staleness 0 1 4] [--tasks short mixed]
 
 The quickstart's model, settings and seeds, on one rank with the local engine. ``short`` is the quickstart's task: six
-digits, so that responses are of one length. ``mixed`` sorts 2, 4, 8 or 16 digits: a step waits for the longest.
+digits, so that responses are of one length. ``mixed`` sorts 3, 5, 8 or 16 digits: a step waits for the longest.
 
 - passes: forward passes of the engine for all steps, prompts included; rows: their mean number of rows.
 - tokens/s: response tokens per CPU second of the engine; less noisy than the clock on a shared machine.
@@ -34,18 +34,18 @@ from megarl.engines.local.engine import LocalEngine
 from megarl.ops.quickstart import config_text
 from megarl.run.metrics_log import read_metrics
 
-DIGITS = {"short": (6,), "mixed": (2, 4, 8, 16)}
+DIGITS = {"short": (6,), "mixed": (3, 5, 8, 16)}
 LONGEST = {"short": 10, "mixed": 24}
 
 
 def write_task(folder: Path, digits: tuple[int, ...]) -> None:
-    """Write a sorting task with an equal share of each number of digits."""
+    """Write a sorting task with a share of each number of digits."""
     folder.mkdir(parents=True)
     sizes = {"num_train": 4096, "num_heldout": 256, "num_demonstrations": 38400}
     lines: dict[str, list[str]] = {}
     for number in digits:
-        # There are 90 numbers of two digits, and no prompt comes twice.
-        fewer = {name: min(size // len(digits), 30 if number == 2 else size) for name, size in sizes.items()}
+        # There are 900 numbers of three digits, and no prompt comes twice.
+        fewer = {name: min(size // len(digits), 250 if number == 3 else size) for name, size in sizes.items()}
         write_sort_task(folder / str(number), digits=number, **fewer)
         for file in (folder / str(number)).glob("*.jsonl"):
             lines.setdefault(file.name, []).extend(file.read_text().splitlines(True))

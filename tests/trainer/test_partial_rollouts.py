@@ -21,6 +21,10 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "strict": (1, {"rollout__max_staleness": 2, "rollout__window": 0.0}),
     "dp2": (2, {"rollout__max_staleness": 2, "rollout__window": 0.5}),
     "tp2": (2, {"rollout__max_staleness": 2, "parallel__tp": 2}),
+    "serving": (
+        1,
+        {"rollout__max_staleness": 2, "rollout__engine": "own_parts:serving", "rollout__fp8_rounding": False},
+    ),
 }
 BOUNDS = {name: more["rollout__max_staleness"] for name, (_, more) in RUNS.items()}
 

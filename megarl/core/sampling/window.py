@@ -30,7 +30,7 @@ class WindowSamples:
         ends: bool = True,
     ) -> None:
         """prompts: untrained, in order; size: B, whose samples are the places; most_passed: W; arrived: samples that
-        are complete; ends: whether the asker has enough once B prompts can train, or goes on."""
+        are complete; ends: False lets responses go on when B prompts can train; no further response is begun."""
         self._prompts, self._group_size, self._size = prompts, group_size, size
         self._most_passed, self._due, self._ends = most_passed, due, ends
         self._arrived = Counter(prompt for prompt, _ in arrived)
@@ -66,5 +66,5 @@ class WindowSamples:
         return (batch, num_passed) if len(batch) == self._size else None
 
     def _take(self, number: int) -> list[Ask]:
-        keys = [] if self.done else [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
+        keys = [] if self.choose() else [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
         return [Ask(prompt, range(sample, sample + 1)) for prompt, sample in keys]

@@ -38,13 +38,13 @@ class Untrained:
     """Trained places from ``first`` on."""
 
     def asker(self, step: int, *, ends: bool = True) -> WindowSamples:
-        """Return the asker for a step. ends: False after the step's batch has left, for samples of later steps."""
+        """Return the asker for a step; ends: False after the step's batch has left, for samples of the next steps."""
         rollout, size = self.config.rollout, len(self.turns)
         places = (place for place in count(self.first) if place % rollout.prompts_per_step in self.turns)
         limit = (rollout.max_staleness + ends) * size
         prompts = [*islice((place for place in places if place not in self.trained), limit)]
         responses = {key: sample.rollout for key, sample in self.samples.items()} | self.paused
-        oldest = step - rollout.max_staleness
+        oldest = step + (not ends) - rollout.max_staleness
         due = {key[0] for key, response in responses.items() if response and _oldest_version(response) <= oldest}
         most_passed = max(1, int(rollout.window * size)) if rollout.window else 0
         options: Any = {"most_passed": most_passed, "due": due, "arrived": self.samples, "ends": ends}
