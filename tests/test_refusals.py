@@ -69,6 +69,12 @@ train.old_logprobs=rollout log.traces_every=2 train.mini_batches=2 | with | log.
 'sglang.urls=["http://a:1"]' 'sglang.gpus=[0]' | sglang.gpus: found together with urls
 'sglang.gpus=[0, 0]' sglang.servers=2 | expected each GPU once
 rollout.one_step_off=true | rollout.one_step_off: found true | engine = "sglang"
+rollout.reread=ask | rollout.reread: found "ask" | servers, whose memory may be full
+rollout.max_staleness=1 rollout.engine=sglang rollout.one_step_off=true | goes only with max_staleness = 0
+rollout.window=0.5 | rollout.window: found 0.5 | max_staleness above 0
+rollout.max_staleness=1 sampling.refill=true | rollout.max_staleness: found 1 | chooses by reward
+rollout.max_staleness=1 'environment.tools=["calculator"]' environment.function=tools | cannot be paused
+rollout.max_staleness=1 rollout.engine=sglang sglang.release_memory=true | rollout.max_staleness = 0
 sglang.fp8=true rollout.dtype=fp32 | whose kernels compute in bf16 only
 sglang.fp8=true rollout.fp8_rounding=true | whose weights are in FP8 already
 rollout.fp8_activations=true | rollout.fp8_activations: found true, which goes only with fp8_rounding

@@ -76,7 +76,7 @@ def sample(config: Config, num_responses: int) -> tuple[list[Rollout], list[floa
             engine.update_weights(((name, checkpoint.read(name)) for name in checkpoint.names()), version)
             seconds.append(time.perf_counter() - started)
         prompts = load_prompts(config.data, load_model_tokenizer(config.model))
-        request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
+        request_of = make_requests(config.run.seed, EVALUATE, 0, prompts.__getitem__)
         requests = [request_of(index % len(prompts), index // len(prompts))[0] for index in range(num_responses)]
         params = SamplingParams(max_response_tokens=config.rollout.max_response_tokens, return_routed_experts=True)
         return engine.generate(requests, params), seconds

@@ -79,6 +79,8 @@ class EngineKind:
     rollout.keep_sampling_mask with top_p below 1."""
     server: bool = False
     """Samples in servers, which can work while the trainer trains. The [sglang] table describes the servers."""
+    pauses: bool = False
+    """Its sessions can ``pause``, and its requests go on with a part of a response; rollout.max_staleness needs it."""
 
 
 _ENGINES = tomllib.loads(Path(__file__).with_name("engines.toml").read_text("utf-8"))

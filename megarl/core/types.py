@@ -18,7 +18,9 @@ import numpy as np
 if TYPE_CHECKING:  # routing traces are read where torch is not installed
     import torch
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "pause"]
+"""pause: the engine was asked to stop. The rollout holds what it has so far, perhaps only the prompt; the response goes
+on later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class SampleRequest:
     ``megarl.routes.turns.join`` puts them back."""
     max_response_tokens: int | None = None
     """Longest response to this request, where it is less than that of all requests; None for no limit of its own."""
+    num_drawn: int = 0
+    """Response tokens in prompt_tokens: the request goes on with a paused response."""
 
     @property
     def label(self) -> str:
@@ -71,6 +75,9 @@ class Rollout:
     """int32 [T], how many vocabulary ids each token was drawn from; 0 stands for the whole vocabulary. None: all 0."""
     kept_ids: np.ndarray | None = None
     """int32 [M], these ids, token after token (``megarl.core.packing``); None without kept_counts."""
+    reread_mask: np.ndarray | None = None
+    """bool [T], True for a token whose keys, values and routes the engine has computed again after a retraction, while
+    its log-probability is of the first time. None: no retraction."""
 
     @property
     def label(self) -> str:

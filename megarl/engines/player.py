@@ -12,8 +12,8 @@ columns and routes of all turns line up.
 import asyncio
 import math
 import numbers
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
@@ -21,12 +21,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.core.sampling.collector import Ask, Collector, FixedSamples, Key
+from megarl.core.sampling.window import WindowSamples
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge, is_being_cancelled
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import Verdict
 from megarl.data.tokenizer import step_tokens
-from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session
+from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session, go_on
 from megarl.engines.tools.protocol import Environment, Episode, ModelTurn, Observation
 from megarl.errors import ConfigError, RequestError, RolloutError, describe_call, may_pass
 from megarl.routes.turns import join, known_rows
@@ -135,19 +136,24 @@ class Player:
     def __post_init__(self) -> None:
         self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
-    async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
+    async def play(
+        self, session: Session, request: SampleRequest, prompt: Prompt, unfinished: Rollout | None = None
+    ) -> Sample:
         """Draw and judge one sample. Failures of environment or reward, and refused requests, are part of the sample.
 
-        Other errors of the engine are raised.
+        Other errors of the engine are raised. unfinished: a paused response to go on with. The sample of a response
+        that is paused now has no reward and no failure.
         """
         try:
-            played = await self.play_episode(session, request, prompt.text)
+            played = await self.play_episode(session, request, prompt.text, unfinished)
         except RequestError as error:
             played = EpisodeResult(failure=str(error), may_pass=True)
         if played.rollout is None or played.failure is not None:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)
             return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
+        if played.rollout.finish_reason == "pause":
+            return Sample(played.rollout, None)
         skip = not self.judge.special_tokens
         text = str(self.tokenizer.decode(played.rollout.response_tokens.tolist(), skip_special_tokens=skip))
         verdict = await self.judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
@@ -159,14 +165,16 @@ class Player:
         turns = len(played.turn_ends)
         return Sample(played.rollout, verdict.reward, steps, turns, failure, verdict.timed_out, verdict.components)
 
-    async def play_episode(self, session: Session, request: SampleRequest, prompt: str) -> EpisodeResult:
+    async def play_episode(
+        self, session: Session, request: SampleRequest, prompt: str, unfinished: Rollout | None = None
+    ) -> EpisodeResult:
         """Play an episode to its end; equal request, weights and answers give an equal sequence.
 
         prompt: the text of the request's tokens. Failures of the environment and deadlines fail this episode alone;
-        errors of the engine are raised.
+        errors of the engine are raised. unfinished: see ``play``; without an environment only.
         """
         if self.environment is None:
-            rollout = await session.sample(request)
+            rollout = await _sample_response(session, request, unfinished, self.limits.response_tokens)
             return EpisodeResult(rollout, [rollout.num_tokens - 1], [None])
         result, limits = EpisodeResult(), self.limits
         episode: Episode | None = None
@@ -259,6 +267,19 @@ def turn_seed(seed: int, turn: int) -> int:
     return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
 
 
+async def _sample_response(
+    session: Session, request: SampleRequest, rollout: Rollout | None, max_response_tokens: int
+) -> Rollout:
+    """Sample a response, or the rest of ``rollout``, until it ends or the session is paused."""
+    while rollout is None or rollout.finish_reason == "pause":
+        following = request if rollout is None else go_on(request, rollout, max_response_tokens)
+        later = await session.sample(following)
+        if rollout is not None and not later.loss_mask.any():
+            return replace(rollout, finish_reason=later.finish_reason)
+        rollout = later if rollout is None else join(rollout, later)
+    return rollout
+
+
 @contextmanager
 def _foreign(failed: str) -> Iterator[None]:
     """Around foreign code: an error costs one episode, and is raised as EpisodeError."""
@@ -319,18 +340,26 @@ RequestOf = Callable[[int, int], tuple[SampleRequest, Prompt]]
 """(prompt, sample) -> the request to the engine, and the problem."""
 
 
-Asker = Collector | FixedSamples
+Asker = Collector | FixedSamples | WindowSamples
 """Decides what to draw next."""
 
 
 class Draw:
     """One rank's samples of a step."""
 
-    def __init__(self, asker: Asker, request_of: RequestOf, player: Player) -> None:
+    def __init__(
+        self, asker: Asker, request_of: RequestOf, player: Player, unfinished: Mapping[Key, Rollout] | None = None
+    ) -> None:
+        """unfinished: paused responses to go on with. Once the asker has enough, unfinished responses are paused; with
+        None they are dropped."""
         self.samples: dict[Key, Sample] = {}
         """By (prompt, sample), as they arrive."""
-        self._asker, self._request_of, self._player = asker, request_of, player
+        self.unfinished = dict(unfinished or {})
+        """Paused responses, each with at least a token."""
+        self.asker, self._request_of, self._player, self._pauses = asker, request_of, player, unfinished is not None
         self._in_flight: set[asyncio.Task[None]] = set()
+        self._session: tuple[asyncio.AbstractEventLoop, Session] | None = None
+        self._is_asked_to_pause = self._is_paused = False
 
     def run(self, engine: Engine, params: SamplingParams, on_finish: OnFinish = None) -> dict[Key, Sample]:
         """Draw all samples, an episode for each."""
@@ -340,7 +369,23 @@ class Draw:
     def begin(self, session: Session) -> None:
         """Start the first episodes. When an episode ends, it starts the further samples that the sampling rule
         requests."""
-        self._start(session, self._asker.start())
+        self._session = asyncio.get_running_loop(), session
+        self._start(session, self.asker.start())
+        if self._is_asked_to_pause:
+            self._pause(session)
+
+    def pause(self) -> None:
+        """Pause the session; from any thread, at any time."""
+        self._is_asked_to_pause = True
+        if self._session is not None:
+            loop, session = self._session
+            with suppress(RuntimeError):  # the session has ended
+                loop.call_soon_threadsafe(self._pause, session)
+
+    def _pause(self, session: Session) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            session.pause()
 
     def _start(self, session: Session, asks: Sequence[Ask]) -> None:
         for key in [(ask.prompt, sample) for ask in asks for sample in ask.samples]:
@@ -349,12 +394,18 @@ class Draw:
             task.add_done_callback(self._in_flight.discard)
 
     async def _play(self, session: Session, key: Key) -> None:
-        sample = await self._player.play(session, *self._request_of(*key))
-        if self._asker.done:
+        sample = await self._player.play(session, *self._request_of(*key), self.unfinished.get(key))
+        self.unfinished.pop(key, None)
+        if (rollout := sample.rollout) is not None and rollout.finish_reason == "pause":
+            self.unfinished |= {key: rollout} if rollout.loss_mask.any() else {}
+            return
+        if self.asker.done and not self._pauses:
             return  # earlier samples were enough
         self.samples[key] = sample
-        asks = self._asker.add(*key, sample.reward)
-        if not self._asker.done:
+        asks = self.asker.add(*key, sample.reward)
+        if not self.asker.done:
             return self._start(session, asks)
+        if self._pauses:
+            return self._pause(session)
         for task in self._in_flight - {asyncio.current_task()}:
             task.cancel()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
@@ -11,6 +11,7 @@ import torch
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
+from megarl.routes.turns import known_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class SamplingParams:
     max_kept_ids: int | None = None
     """With top_p below 1: rollouts carry the ids of each token's nucleus, at most this number per response (a larger
     number is an error). None: rollouts carry no ids."""
+    segment_tokens: int | None = None
+    """After this number of tokens, an engine that decodes in batches answers its requests, unfinished responses with
+    finish_reason "pause": new requests may take places in the next batch. None: a batch runs to its end."""
 
     @property
     def has_nucleus(self) -> bool:
@@ -64,7 +68,14 @@ class Session:
         return task
 
     async def sample(self, request: SampleRequest) -> Rollout:
-        """Samples one response."""
+        """Samples one response, or after ``pause`` a part."""
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        """Stop sampling; to be called once, in the event loop of the session.
+
+        Waiting requests get their part of the response with finish_reason "pause"; later requests, the prompt alone.
+        """
         raise NotImplementedError
 
     def _end_episode(self, task: asyncio.Task[None]) -> None:
@@ -98,10 +109,12 @@ class Engine(Protocol):
     receives_weights: bool = True
     """Whether this rank needs the tensors of an update; the other ranks only help to gather the tensors."""
     answer_counts: Mapping[str, int] = MappingProxyType({})
-    """Counts of this rank in the last ``converse``; empty without servers.
+    """Counts of this rank, which the trainer clears once it has read them; empty without servers.
 
     wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP 408,
-    413, 429, 5xx), sent again.
+    413, 429, 5xx), sent again. retractions: how often servers dropped a request from memory, and read it again.
+    retracted_answers: answers asked for again for that. lost_parts: paused responses whose tokens were lost. slot_ms,
+    busy_slot_ms: milliseconds of the servers' slots (``megarl.engines.sglang.client``), and of slots with a request.
     """
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
@@ -161,6 +174,26 @@ def limit_response(request: SampleRequest, params: SamplingParams, positions: in
             f"response of up to {most} tokens, expected at least 1"
         )
     return min(most, positions - prompt_length)
+
+
+def prompt_alone(request: SampleRequest, version: int) -> Rollout:
+    """Return the answer to a request that a pause leaves without a token."""
+    size = len(request.prompt_tokens)
+    logprobs, versions = np.zeros(size, np.float32), np.full(size, version, np.int32)
+    tokens, mask = np.asarray(request.prompt_tokens, np.int32), np.zeros(size, bool)
+    return Rollout(request.group, request.sample, tokens, mask, logprobs, None, None, versions, "pause")
+
+
+def go_on(request: SampleRequest, earlier: Rollout, max_response_tokens: int) -> SampleRequest:
+    """Return the request that continues ``earlier``, of a response of at most ``max_response_tokens`` in all."""
+    drawn = earlier.num_tokens - len(request.prompt_tokens)
+    limit = min(max_response_tokens, request.max_response_tokens or max_response_tokens)
+    changes: Any = {
+        "prompt_tokens": earlier.tokens,
+        "known_rows": known_rows(earlier),
+        "max_response_tokens": limit - drawn,
+    }
+    return replace(request, num_drawn=request.num_drawn + drawn, **changes)
 
 
 def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:

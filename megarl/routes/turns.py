@@ -48,6 +48,8 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
         rollout_logprobs=np.concatenate([earlier.rollout_logprobs, later.rollout_logprobs[size:]]),
         weight_versions=np.concatenate([earlier.weight_versions, later.weight_versions[size:]]),
     )
+    if earlier.reread_mask is not None or later.reread_mask is not None:
+        whole = replace(whole, reread_mask=np.concatenate([_reread(earlier), _reread(later)[size:]]))
     return _join_routes(_join_kept(whole, earlier, later, label), earlier, later, label)
 
 
@@ -76,7 +78,8 @@ def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
             f"{label}: routes of {list(old.shape[1:])} and {list(new.shape[1:])} layers and experts: the turns are of "
             "different models"
         )
-    kept_rows = np.flatnonzero(old_mask)
+    # Rows that were dropped after a retraction stay missing: the later turn's are of yet another pass.
+    kept_rows = np.flatnonzero(old_mask | _reread(earlier))
 
     def rows(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         merged = second.copy()
@@ -96,6 +99,10 @@ def _row_mask(rollout: Rollout) -> np.ndarray:
     return np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask.astype(bool)
 
 
+def _reread(rollout: Rollout) -> np.ndarray:
+    return np.zeros(rollout.num_tokens, bool) if rollout.reread_mask is None else rollout.reread_mask.astype(bool)
+
+
 def row_versions(rollout: Rollout) -> np.ndarray:
     """Return int32 [T], the weight version behind the experts of each row."""
     return rollout.weight_versions if rollout.route_versions is None else rollout.route_versions
@@ -107,9 +114,11 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     - ``rollout/missing_rows_fraction``: tokens without a row; only if rollouts have routes.
     - ``routes/stale_rows_fraction``: rows recorded under another weight version than the token, as after a pause in
       which the engine takes new weights and prefills again; only if rollouts have routes.
+    - ``routes/reread_rows_fraction``: tokens that the engine may have read again after a retraction, their rows with
+      them; only if rollouts have routes.
     - ``rollout/mixed_versions_fraction``: responses with tokens of several versions.
     - ``rollout/staleness_mean``, ``_max``: updates between the version of a response token and ``trainer_version``, the
-      weights at the start of the step.
+      weights at the start of the step; ``rollout/stale_tokens_fraction``: response tokens of an older version.
     """
     from megarl.core.metrics import Stat  # it imports torch, and files of traces are written where that is missing
 
@@ -117,11 +126,16 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts[:-1])])
     mixed = np.minimum.reduceat(versions, starts) != np.maximum.reduceat(versions, starts)
     ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts]) != 0]
-    columns = {"rollout/mixed_versions_fraction": mixed, "rollout/staleness_mean": ages}
+    columns = {
+        "rollout/mixed_versions_fraction": mixed,
+        "rollout/staleness_mean": ages,
+        "rollout/stale_tokens_fraction": ages > 0,
+    }
     if any(rollout.routed_mask is not None for rollout in rollouts):
         columns |= {
             "rollout/missing_rows_fraction": ~np.concatenate([*map(_row_mask, rollouts)]),
             "routes/stale_rows_fraction": np.concatenate([*map(_stale, rollouts)]),
+            "routes/reread_rows_fraction": np.concatenate([*map(_reread, rollouts)]),
         }
     means = Stat.means_of({name: (int(column.sum()), len(column)) for name, column in columns.items()})
     return means | {"rollout/staleness_max": Stat.max(ages)}

@@ -99,6 +99,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
         settings=settings,
         api_key=key,
         form=WeightForm(DTYPES[config.rollout.dtype], fp8),
+        reread=config.rollout.reread,
         tell=tell,
     )
 

@@ -168,6 +168,8 @@ class Trainer:
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
                 self.sampler.begin_step(step + 1)
+            if config.rollout.max_staleness and config.rollout.engine_kind.server and step + 1 < config.run.steps:
+                self.sampler.go_on(step)
         if rollouts.unjudged:
             monitor.say(f"step {step + 1}: {rollouts.unjudged}")
         monitor.unjudged = rollouts.unjudged
@@ -191,6 +193,7 @@ class Trainer:
         """Send the weights after ``version`` steps to the engine, if it has older weights. The engine must be idle."""
         if self.engine.weight_version == version:
             return
+        self.sampler.settle()
         with self.monitor.phase("sync"):
             if self.config.sglang.release_memory:
                 self.policy.offload()

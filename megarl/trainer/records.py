@@ -56,17 +56,17 @@ class SampleRecords:
             gaps = [mini.first.gaps for mini in minis if mini.first is not None and distributed.holds_outputs()]
             gaps = gaps if drops is None else [drops.gaps]  # of all ranks
             # Besides the main rank, ranks have texts only if all are stored, or after a failed reward.
-            place = dist.get_rank(), rollouts.first_prompt
+            place = dist.get_rank(), rollouts.places
             packed = samples.pack(complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons))
             is_on_all_ranks = self._count == "all" or rollouts.unjudged
             members = distributed.gather_on_main_rank(packed) if is_on_all_ranks else [packed]
             if self._is_main and members:
                 samples.append(self._folder, b"".join(members))
+        versions = [micro.batch.weight_versions for mini in minis for micro in mini.micro_batches]
+        oldest = -distributed.largest(-min(int(of_micro.min()) for of_micro in versions if of_micro is not None))
         if self._is_main:
-            versions = [micro.batch.weight_versions for mini in minis for micro in mini.micro_batches]
-            oldest = min(int(of_micro.min()) for of_micro in versions if of_micro is not None)
-            first = rollouts.first_prompt
-            dropped = {(first + prompt, sample): reason for (prompt, sample), reason in reasons.items()}
+            places = rollouts.places.tolist()
+            dropped = {(places[prompt], sample): reason for (prompt, sample), reason in reasons.items()}
             samples.record_step(self._folder, done, oldest, rollouts.trained, dropped)
 
 

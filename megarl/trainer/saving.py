@@ -70,7 +70,7 @@ class RunCheckpoints:
         with self.monitor.phase("load"):
             state = checkpoint.load(intact[1], self.policy)
         self.eval_is_due = bool(state.get("eval_is_due"))
-        self.sampler.load_state_dict(state.get("sampler", {}))
+        self.sampler.load_state_dict({**state.get("sampler", {}), "untrained": state.get("untrained")})
         self.tripwires.state |= state.get("tripwires", {})  # of an earlier megarl: learn again
         done, say = int(state["step"]), self.monitor.say
         num_dropped = self.monitor.log.truncate_after(done, evaluated=not self.eval_is_due)
@@ -108,8 +108,10 @@ class RunCheckpoints:
         """
         self.monitor.log.sync()  # the records of these steps must be on disk before the checkpoint is
         with self.monitor.phase("checkpoint"):
+            sampling = dict(self.sampler.state_dict() if sampling is None else sampling)
             state = {
-                "sampler": self.sampler.state_dict() if sampling is None else sampling,
+                "untrained": sampling.pop("untrained", None),
+                "sampler": sampling,
                 "tripwires": dict(self.tripwires.state),
                 "eval_is_due": self.eval_is_due,
             }

@@ -90,6 +90,8 @@ class Run:
     world: World
     config: Path
     launched: bool = False
+    partial: bool = False
+    """Whether responses outlast a step."""
     words: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     starts: int = 0

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,29 +56,31 @@ class Arena:
 
     def __init__(self, root: Path, model: Path | None = None) -> None:
         self.world = World.made(root, model)
-        self._references: dict[bool, list[dict[str, Any]]] = {}
+        self._references: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
 
-    def reference(self, launched: bool = False) -> list[dict[str, Any]]:
+    def reference(self, launched: bool = False, partial: bool = False) -> list[dict[str, Any]]:
         """The records of a run that nothing happened to; it is checked as any other."""
-        if launched not in self._references:
-            run = self.run("reference" + "_launched" * launched, launched)
+        if (launched, partial) not in self._references:
+            run = self.run("reference" + "_launched" * launched + "_partial" * partial, launched, partial)
             run.start()
             require(run.until_end() == 0, "the undisturbed run failed", run)
             require_clean(run)
             require_whole(run)
-            self._references[launched] = numbers(run.folder)
-        return self._references[launched]
+            self._references[launched, partial] = numbers(run.folder)
+        return self._references[launched, partial]
 
-    def run(self, name: str, launched: bool = False, **tables: dict[str, Any]) -> Run:
+    def run(self, name: str, launched: bool = False, partial: bool = False, **tables: dict[str, Any]) -> Run:
         if launched:
             tables = {"launch": {"ranks_per_node": 2}, "parallel": {"ep": 2}, **tables}
-        return Run(self.world, self.world.settings(self.world.root / name, **tables), launched)
+        if partial:
+            tables = {"rollout": {"max_staleness": 2}, "environment": {"function": None}, **tables}
+        return Run(self.world, self.world.settings(self.world.root / name, **tables), launched, partial)
 
 
 def finish(arena: Arena, run: Run) -> str:
     """Start the run until it has come to its end; check everything; say what it has lost."""
     finish_whole(run)
-    return require_undisturbed(run, arena.reference(run.launched))
+    return require_undisturbed(run, arena.reference(run.launched, run.partial))
 
 
 def finish_whole(run: Run) -> None:
@@ -119,10 +122,13 @@ def _soon_gone(run: Run, patience_s: float = 60.0) -> bool:
     return True
 
 
-def kills(arena: Arena, rng: random.Random, name: str, launched: bool = False, strikes: int = 3) -> list[Happened]:
+def kills(
+    arena: Arena, rng: random.Random, name: str, launched: bool = False, partial: bool = False, strikes: int = 3
+) -> list[Happened]:
     """Signals to processes of every kind."""
-    arena.reference(launched)
-    run = arena.run(name, launched, checkpoint={"every": rng.choice([1, 2]), "asynchronous": rng.random() < 0.7})
+    arena.reference(launched, partial)
+    saving = {"every": rng.choice([1, 2]), "asynchronous": rng.random() < 0.7}
+    run = arena.run(name, launched, partial, checkpoint=saving)
     run.start()
     found: list[tuple[str, str, float]] = []
     for _ in range(strikes):
@@ -345,6 +351,7 @@ EPISODES: dict[str, Episode] = {
     "full_disk": full_disk,
     "lies": lies,
     "launched_kills": launched_kills,
+    "partial_kills": partial(kills, partial=True),
 }
 
 

@@ -15,7 +15,14 @@ from invariants import numbers, require_clean, require_undisturbed, require_whol
 
 pytestmark = [pytest.mark.slow(minutes=2), pytest.mark.multirank]
 
-SHORT = [("kills", 3), ("damage", 1), ("no_checkpoint_left", 0), ("run_files", 4), ("full_disk", 3)]
+SHORT = [
+    ("kills", 3),
+    ("damage", 1),
+    ("no_checkpoint_left", 0),
+    ("run_files", 4),
+    ("full_disk", 3),
+    ("partial_kills", 1),
+]
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,25 @@ def test_the_row_that_the_first_turn_lacks_is_the_first_one_to_ask_for() -> None
     assert known_rows(replace(FIRST, routed_experts=None, routed_mask=None)) == 0
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_tokens_that_were_read_again_stay_marked_and_dropped_rows_stay_missing(dropped: bool) -> None:
+    marked = replace(FIRST, reread_mask=np.array([False, False, True, False]))
+    if dropped:
+        marked = replace(marked, routed_mask=np.array([True, True, False, False]))
+    whole = join(marked, turn(prompt=6, size=9, version=5, rows=range(2, 8)))
+    assert whole.reread_mask is not None
+    assert whole.routed_mask is not None
+    assert np.flatnonzero(whole.reread_mask).tolist() == [2]
+    assert np.flatnonzero(~whole.routed_mask).tolist() == ([2, 8] if dropped else [8])
+    later = replace(LATER, reread_mask=np.arange(9) > 6)
+    both = join(FIRST, later).reread_mask
+    assert both is not None
+    assert np.flatnonzero(both).tolist() == [7, 8]
+    assert join(FIRST, LATER).reread_mask is None
+    share = finalize(provenance_metrics([whole, FIRST], trainer_version=5))["routes/reread_rows_fraction"]
+    assert share == pytest.approx(1 / 13)
+
+
 @pytest.mark.parametrize("begin", [0, 2, 3], ids=["everything", "more than is missing", "what is missing"])
 def test_a_later_turn_brings_the_rows_that_were_missing(begin: int) -> None:
     whole = join(FIRST, turn(prompt=6, size=9, version=5, rows=range(begin, 8)))

@@ -47,6 +47,8 @@ counting = EngineKind(make_counting_engine, routes=True)
 named = EngineKind("own_parts:make_counting_engine", routes=True)
 without_sets = EngineKind(make_counting_engine, routes=True, nucleus=True)
 without_routes = EngineKind(make_counting_engine)
+serving = EngineKind(make_counting_engine, routes=True, server=True, pauses=True)
+"""Works while the trainer trains, as servers do, in a thread."""
 not_an_engine = 1
 
 

@@ -31,7 +31,9 @@ CALM = {
     **{"reward/error_fraction": 0.0, "episode/failed_fraction": 0.0, "rollout/entropy": 0.5, "rollout/k3": 0.00390625},
     **{"rollout/ess/fraction": 0.75, "router/native/flip": 0.0625, "router/flip": 0.0, "sampling/samples": 256},
     **{"rollout/missing_rows_fraction": 0.0, "sampling/tokens": 4096, "routes/stale_rows_fraction": 0.0},
+    "routes/reread_rows_fraction": 0.0,
     **{"response/length_mean": 64.0, "response/truncated_fraction": 0.0, "time/step_s": 1.0, "time/train_s": 0.25},
+    "rollout/staleness_mean": 1.0,
     **{f"time/{phase}_s": 0.0 for phase in ("prepare", "old_logprobs", "ref_logprobs", "advantages")},
 }
 CALM_MINI = {"grad_norm": 2.0, "tis/ess/fraction": 0.75, "tis/truncated": 0.0, "clip/high": 0.0, "clip/low": 0.0}
@@ -52,6 +54,8 @@ READS = {
     "flip_share": ("router/native/flip", 1.0),
     "flip_ratio": ("router/native/flip", 0.0625),
     "stale_rows_share": ("routes/stale_rows_fraction", 1.0),
+    "reread_share": ("routes/reread_rows_fraction", 1.0),
+    "staleness_updates": ("rollout/staleness_mean", 1.0),
     "length_ratio": ("response/length_mean", 64.0),
     "truncated_share": ("response/truncated_fraction", 1.0),
     "gradient_ratio": ("grad_norm", 2.0),

@@ -46,7 +46,7 @@ def test_each_request_has_a_seed_of_its_own() -> None:
     numpys = np.random.SeedSequence([2**70, TRAIN, 5, 7, 1]).generate_state(1, np.uint64)[0]
     assert sampling_seed(2**70, TRAIN, 5, 7, 1) == numpys
     prompts = [Prompt(row, np.array([row], np.int32), str(row), "", "") for row in range(32)]
-    request, prompt = make_requests(7, EVALUATE, 3, prompts)(31, 9)
+    request, prompt = make_requests(7, EVALUATE, 3, prompts.__getitem__)(31, 9)
     assert (request.group, request.sample, request.seed) == (31, 9, sampling_seed(7, EVALUATE, 3, 31, 9))
     assert request.prompt_tokens is prompt.tokens is prompts[31].tokens
 

@@ -143,9 +143,11 @@ def _engine(config: Tables) -> Iterator[Row]:
     yield config.row("ipc_elsewhere", is_ipc and (sglang.urls or launch.apart), place=place)
     shares = config.servers_share_gpus and 0 in sglang.gpus
     yield config.row("nccl_on_shared_gpus", sglang.sync == "distributed" and shares)
-    can_rest = is_served and not rollout.one_step_off and not launch.apart
+    can_rest = is_served and not (rollout.one_step_off or rollout.max_staleness or launch.apart)
     yield config.row("release_memory", sglang.release_memory and not can_rest)
     yield config.row("release_memory_with_rule", sglang.release_memory and config.sampling.allotted)
+    yield config.row("staleness_of_rule", rollout.max_staleness and not config.sampling.fixed)
+    yield config.row("staleness_of_episodes", rollout.max_staleness and config.environment.function)
     yield config.row("fp8_dtype", sglang.fp8 and rollout.dtype != "bf16")
     yield config.row("fp8_twice", sglang.fp8 and rollout.fp8_rounding)
 
@@ -171,6 +173,8 @@ def for_ranks(config: Tables, world_size: int) -> Iterator[Row]:
     facts = {"dp": dp, "shares": num * dp, "responses": responses}
     yield config.row("prompts_of_ranks", not sampling.fixed and config.rollout.prompts_per_step < num * dp, **facts)
     yield config.row("responses_of_ranks", sampling.fixed and responses % (num * dp), **facts)
+    uneven = config.rollout.max_staleness and config.rollout.prompts_per_step % (num * dp)
+    yield config.row("staleness_of_ranks", uneven, **facts)
     size = config.sft.batch_size if config.sft else 0
     yield config.row("sft_of_ranks", size % dp, size=size, dp=dp)
 

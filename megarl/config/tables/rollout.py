@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megarl.config.plugs import EngineKind, engine_kind
 from megarl.config.tables.base import Count, Dtype, Row, Table
 
+Reread = Literal["replay", "drop", "ask"]
+
 
 class RolloutConfig(Table):
     """[rollout]: how responses are sampled."""
@@ -42,8 +44,18 @@ class RolloutConfig(Table):
     """Precision of the engine's weights and activations; expert biases are fp32."""
     one_step_off: bool = False
     """Sample the responses of the next step during training, with weights that are one step old."""
+    max_staleness: Count = 0
+    """Most updates between the weights that sample a token and the weights that train it. Above 0, free places sample
+    later prompts, and a response that is unfinished when the weights change goes on with the new weights; see
+    docs/partial_rollouts.md."""
+    window: float = Field(default=0.3, ge=0, le=1)
+    """With max_staleness: share of a step's prompts that complete younger prompts may pass over, at least one prompt; 0
+    trains prompts strictly in order."""
     max_batch_size: PositiveInt = 256
     """Responses that the local engine decodes at once, per rank."""
+    reread: Reread = "replay"
+    """Routes of a response that a server has read twice, because its memory was full ("Retractions", docs/sglang.md).
+    replay: routes of the second reading; drop: no routes for these tokens; ask: sample the response again."""
 
     @property
     def engine_kind(self) -> EngineKind:
@@ -61,9 +73,13 @@ class RolloutConfig(Table):
         yield self.row("sampling_mask_of_engine", self.keeps_sets and not kind.kept_sets)
         servers = 'an engine that samples in servers while the trainer trains, such as engine = "sglang"'
         yield from self.only_with(servers, kind.server, "one_step_off")
+        yield from self.only_with("an engine that can pause", kind.pauses, "max_staleness")
+        yield from self.only_with("max_staleness above 0", self.max_staleness, "window")
+        yield from self.only_with("max_staleness = 0", not self.max_staleness, "one_step_off")
         yield from self.only_with(rounding, kind.fp8, "fp8_rounding")
         yield from self.only_with(rounding, kind.fp8_arithmetic, "fp8_activations", "fp8_kv_cache")
         yield from self.only_with("fp8_rounding = true, which it adds to", self.fp8_rounding, "fp8_activations")
+        yield from self.only_with('servers, whose memory may be full, such as engine = "sglang"', kind.server, "reread")
 
 
 class EnvironmentConfig(Table):

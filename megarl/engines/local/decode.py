@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -93,6 +94,9 @@ def decode(
 ) -> list[Rollout]:
     """Sample one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
+    With ``params.segment_tokens``, the batch ends after this number of steps, or a multiple, if a row has finished; the
+    finish_reason of unfinished rows is "pause".
+
     A ``recorder`` must be recording; None: no experts. The ``cache`` is empty. The requests have been checked. Up to
     ``copied_rows`` tokens of a pass get copies of their experts' weights; 0: the model's implementation stays.
     """
@@ -106,7 +110,7 @@ def decode(
         logits = logits[expand]
 
     last_limit = int(limits.max())
-    noise = Noise([request.seed for request in requests], last_limit)
+    noise = Noise([request.seed for request in requests], last_limit, [request.num_drawn for request in requests])
     is_stop = np.zeros(logits.shape[-1], dtype=bool)
     is_stop[list(params.stop_token_ids)] = True
     num_kept, kept_steps = np.zeros(len(requests), dtype=np.int64), []  # ids of the sets so far; counts, ids of a step
@@ -140,6 +144,8 @@ def decode(
             stay = torch.from_numpy(staying).to(logits.device)
             reader.select(stay)
             tokens, logits = tokens[stay], logits[stay]
+        if params.segment_tokens and len(alive) < len(requests) and (step + 1) % params.segment_tokens == 0:
+            break
         if recorder is None:
             logits = reader.read_tokens(tokens)
 
@@ -148,7 +154,10 @@ def decode(
     if recorder is not None:
         routes, drawn_as = recorder.take(), np.arange(ids.size, ids.size + len(columns[0]) - len(owners))
         columns.append(routes[np.concatenate([read_as, drawn_as])])
-    return _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
+    rollouts = _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
+    for index in alive.tolist():
+        rollouts[index] = replace(rollouts[index], finish_reason="pause")
+    return rollouts
 
 
 def _cut_into_rollouts(
@@ -263,12 +272,15 @@ class Noise:
     Philox is a counter-based generator, so that the seeds 0, 1, 2, ... give independent streams (Salmon et al. 2011).
     """
 
-    def __init__(self, seeds: Sequence[int], num_steps: int) -> None:
+    def __init__(self, seeds: Sequence[int], num_steps: int, num_drawn: Sequence[int] | None = None) -> None:
+        """num_drawn: by request, the numbers that earlier parts of the response have used."""
         for seed in (min(seeds), max(seeds)):
             if not 0 <= seed < 2**128:
                 raise RolloutError(f"seed of a request is {seed}, expected 0 <= seed < 2**128")
         streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
-        self._numbers = np.stack([stream.random(num_steps) for stream in streams], axis=1)
+        firsts = num_drawn or [0] * len(streams)
+        numbers = [stream.random(first + num_steps)[first:] for stream, first in zip(streams, firsts, strict=True)]
+        self._numbers = np.stack(numbers, axis=1)
 
     def at(self, step: int, rows: np.ndarray) -> torch.Tensor:
         """Uniforms float64 [len(rows)] of the requests ``rows`` for token ``step``."""

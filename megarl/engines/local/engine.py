@@ -24,7 +24,7 @@ from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines import protocol
 from megarl.engines.local.decode import RouteRecorder, decode
-from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session
+from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session, prompt_alone
 from megarl.engines.weights import Intake, WeightForm, auto_class, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.models.names import is_fp32
@@ -120,7 +120,7 @@ class LocalEngine(Engine):
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
         if params.return_routed_experts and self._recorder.num_layers == 0:
             raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
-        session = BatchSession(lambda requests: self._sample(requests, params, on_finish))
+        session = BatchSession(lambda requests: self._sample(requests, params, on_finish), self.weight_version)
         protocol.run_session(session.run_episodes(begin))
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
@@ -154,14 +154,26 @@ class BatchSession(Session):
     results.
     """
 
-    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
-        """``sample`` gets all waiting requests, in the order of (group, sample), and blocks the event loop."""
+    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]], version: int = 0) -> None:
+        """``sample`` gets all waiting requests, in the order of (group, sample), and blocks the event loop.
+
+        version: of the weights.
+        """
         super().__init__()
-        self._sample_batch = sample
+        self._sample_batch, self._version = sample, version
         self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
-        self._will_answer = False
+        self._will_answer = self._is_paused = False
+
+    def pause(self) -> None:
+        self._is_paused = True
+        for answer, request in self._waiting.items():
+            if not answer.done():
+                answer.set_result(prompt_alone(request, self._version))
+        self._waiting.clear()
 
     async def sample(self, request: SampleRequest) -> Rollout:
+        if self._is_paused:
+            return prompt_alone(request, self._version)
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         self._waiting[answer] = request
         self._after_episode()

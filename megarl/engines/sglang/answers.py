@@ -3,6 +3,11 @@
 An answer has the experts of every token that the server has processed, prompt included: base64 of raw int32 for every
 layer, dense layers included. Servers with megarl's ``plugin`` send a short form without the dense layers. The last
 generated token was never processed, and has no row.
+
+The answer to a request that was stopped (``/abort_request``) has the same fields for the tokens so far, except for a
+request in the server's queue: without tokens and counts. A server that runs out of memory retracts requests: it drops
+their keys and values, and reads prompt and tokens again later. Rows are then of the second reading, log-probabilities
+of the first. The answer counts retractions (``num_retractions``) and does not say where they were.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.core.types import FinishReason, Rollout, SampleRequest
-from megarl.engines.protocol import SamplingParams, limit_response, too_many_kept
+from megarl.engines.protocol import SamplingParams, limit_response, prompt_alone, too_many_kept
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
@@ -68,6 +73,7 @@ class _Meta(BaseModel):
     output_token_sampling_logprobs: list[float | None] | None = None
     weight_version: str | int | None = None
     weight_versions: list[_Span] | None = None
+    num_retractions: Annotated[int, Field(ge=0)] | None = None
     routed_experts: str | None = None
 
 
@@ -90,12 +96,14 @@ def parse_answer(
     rid: str,
     params: SamplingParams,
     bounds: Bounds,
+    stopped: bool = False,
 ) -> Rollout:
     """Return the rollout in a ``/generate`` answer.
 
     version: of the last weight update. shape: None for a request without routes. rid: id of the request, which the
-    answer must repeat. params: of the request. RolloutError for an answer that is inconsistent, aborted, not SGLang's,
-    or made with other weights; TraceError for wrong routes.
+    answer must repeat. params: of the request. stopped: whether the server was asked to stop; the rollout of an aborted
+    answer then ends with "pause", or as its last token says. RolloutError for an answer that is inconsistent, aborted
+    without a stop, not SGLang's, or made with other weights; TraceError for wrong routes.
     """
     label = request.label
     try:
@@ -104,10 +112,15 @@ def parse_answer(
         logprobs = check_types(_LOGPROBS, values, f"{label}: output_token_logprobs of the server's answer")
     except DataError as error:
         raise RolloutError(str(error)) from error
+    meta, aborted = parsed.meta_info, stopped and parsed.meta_info.finish_reason.type == "abort"
+    if aborted and not parsed.output_ids:
+        return prompt_alone(request, version)
+    finish = _find_end(request, parsed, params, bounds) if aborted else _FINISH.get(meta.finish_reason.type)
     fault = next(_find_faults(request, parsed, version, rid, params, bounds), None)
-    if fault is not None:
-        raise RolloutError(f"{label}: {fault}")
-    meta, output, num_prompt = parsed.meta_info, np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
+    if fault is not None or finish is None:
+        reason = f"the server finished with {meta.finish_reason.type}, expected stop or length"
+        raise RolloutError(f"{label}: {fault or reason}")
+    output, num_prompt = np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
     checked, counts, ids = _require_logprobs(logprobs, label), None, None
     if params.has_nucleus:
         checked, counts, ids = _parse_nucleus(meta, output, bounds.vocabulary, label)
@@ -129,9 +142,11 @@ def parse_answer(
         routed_experts=experts,
         routed_mask=mask,
         weight_versions=np.full(len(tokens), version, np.int32),
-        finish_reason=_FINISH[meta.finish_reason.type],
+        finish_reason=finish,
         kept_counts=None if counts is None else np.pad(counts, (num_prompt, 0)),
         kept_ids=ids,
+        # Every generated token but the last may have been read again: the server read all tokens before a retraction.
+        reread_mask=np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1)) if meta.num_retractions else None,
     )
 
 
@@ -159,11 +174,8 @@ def _find_faults(
         yield f"the server counts {counted} tokens of prompt and response, expected {(len(prompt), size)}"
     if [entry[1] for entry in meta.output_token_logprobs or ()] != output:
         yield "output_token_logprobs are of other tokens than output_ids"
-    if (finish := meta.finish_reason).type not in _FINISH:
-        yield f"the server finished with {finish.type} ({finish.matched}), expected stop or length"
     limit = limit_response(request, params, bounds.positions - 1)
-    stops = set(params.stop_token_ids)
-    ends = stops | bounds.end_tokens if stops else stops  # without, the server ignores the model's own too
+    stops, ends, finish = set(params.stop_token_ids), _find_ends(params, bounds), meta.finish_reason
     if size > limit:
         yield f"the response has {size} tokens, expected at most {limit}"
     if stops.intersection(output[:-1]):
@@ -180,7 +192,23 @@ def _find_faults(
     spans = meta.weight_versions or [_Span(start=0, end=size, version=str(meta.weight_version))]
     starts, ends_of_spans = [span.start for span in spans], [span.end for span in spans]
     if {str(span.version) for span in spans} != {str(version)} or [*starts, size] != [0, *ends_of_spans]:
-        yield f"made with weight versions {[*map(str, spans)]}, expected {version} for all {size} tokens"
+        yield (
+            f"made with weight versions {[*map(str, spans)]}, expected {version} for all {size} tokens: somebody else "
+            "updates or pauses the server; give it a key that only this run knows (sglang.api_key_env), and set "
+            "rollout.max_staleness for responses that go on under new weights"
+        )
+
+
+def _find_ends(params: SamplingParams, bounds: Bounds) -> set[int]:
+    """Return the tokens that end a response; without stop tokens the server ignores the model's own, too."""
+    return set(params.stop_token_ids) | bounds.end_tokens if params.stop_token_ids else set()
+
+
+def _find_end(request: SampleRequest, answer: _Answer, params: SamplingParams, bounds: Bounds) -> FinishReason:
+    """Return how a stopped response ends: a server adds a token to it, which may be its last."""
+    if answer.output_ids[-1] in _find_ends(params, bounds):
+        return "stop"
+    return "length" if len(answer.output_ids) == limit_response(request, params, bounds.positions - 1) else "pause"
 
 
 def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:

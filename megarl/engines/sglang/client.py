@@ -5,6 +5,10 @@
 - **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
   answer, the deadline. HTTP 408, 429 and 503 mean a busy server, and allow longer waits; 413 means a request of a
   refused size. An answer counts only after all checks.
+- **Pause.** ``Session.pause`` has the servers end the requests, whose answers then hold the tokens so far. Requests
+  that wait here, or get no answer within ``PAUSE_S``, come back with the prompt alone.
+- **Idle share.** A server has as many slots as it had requests at once at most. A slot is idle while it has no request,
+  between the first request of a ``converse`` and the last answer.
 - **Ids.** Every attempt has a new id, and the answer must repeat the id: late, repeated or exchanged answers have a
   wrong id. SGLang refuses an id in use, and aborts by prefixes of ids, hence the new ids of equal length.
 """
@@ -13,6 +17,7 @@ import asyncio
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +25,7 @@ import aiohttp
 
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
-from megarl.engines.protocol import Begin, OnFinish, Session, run_session
+from megarl.engines.protocol import Begin, OnFinish, Session, prompt_alone, run_session
 from megarl.engines.sglang.http import is_ready
 from megarl.errors import DataError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
@@ -38,6 +43,14 @@ BUSY = (408, 429, 503)
 """HTTP statuses of a busy server or proxy."""
 TOO_LARGE = 413
 WRONG = "wrong_answers"
+PAUSE_S = 15.0
+"""Longest wait for the answer to a request that is to end; then the tokens so far are lost."""
+STOP_AGAIN_S = 0.5
+"""Time between two calls to end a request: a server ignores a call that overtakes its request."""
+REREAD = (
+    "lower sglang.concurrency, raise sglang.max_total_tokens or sglang.mem_fraction, or let rollout.reread be replay "
+    "or drop"
+)
 BACKOFF_S = 0.5
 """Wait before a request is sent again; doubles with each attempt."""
 MAX_WAIT_S = 30.0
@@ -47,8 +60,9 @@ LOSSES = 30
 MAX_ANSWER_BYTES = 1 << 30
 """Of the answer to a request of unknown length."""
 
-Decode = Callable[[SampleRequest, Any, str], Rollout]
-"""(request, answer, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
+Decode = Callable[[SampleRequest, Any, str, bool], Rollout]
+"""(request, answer, id of the attempt, whether it was to end) -> rollout; RolloutError or TraceError for a wrong
+answer."""
 Tell = Callable[[str], None]
 Body = Callable[[SampleRequest], dict[str, Any]]
 Limit = Callable[[SampleRequest], int]
@@ -60,11 +74,14 @@ class AwayError(Exception):
 
 
 class RetryError(Exception):
-    """A failure that may pass at the next attempt; ``event`` is counted (``Engine.answer_counts``)."""
+    """A failure that may pass at the next attempt; ``event`` is counted (``Engine.answer_counts``).
 
-    def __init__(self, message: str, event: str = "", status: int = 0, wait_s: float = 0.0) -> None:
+    remedy: if no attempt helps, this request alone fails, with this advice.
+    """
+
+    def __init__(self, message: str, event: str = "", status: int = 0, wait_s: float = 0.0, remedy: str = "") -> None:
         super().__init__(message)
-        self.event, self.status, self.wait_s = event, status, wait_s
+        self.event, self.status, self.wait_s, self.remedy = event, status, wait_s, remedy
 
 
 @dataclass(eq=False)
@@ -75,6 +92,8 @@ class _Job:
     failures: int = 0
     losses: int = 0
     """Lost connections, and waits for a busy server."""
+    rid: str = ""
+    """Id of the attempt on its way; empty while the request waits."""
 
 
 @dataclass(eq=False)
@@ -83,6 +102,9 @@ class _Server:
     queue: deque[_Job] = field(default_factory=deque)
     """Requests of the server's own groups."""
     busy: int = 0
+    most_busy: int = 0
+    busy_s: float = 0.0
+    """Seconds of all its requests together."""
     is_away: bool = False
     """Does not answer at the moment, and gets no requests."""
     down: bool = False
@@ -99,6 +121,8 @@ class Call:
     version: str | None = None
     """A server gets no requests unless its weights are called so; None: any."""
     max_bytes: Limit = lambda request: MAX_ANSWER_BYTES
+    refuses_reread: bool = False
+    """Whether retracted answers are asked for again."""
 
 
 class SGLangClient:
@@ -108,20 +132,19 @@ class SGLangClient:
         self, urls: Sequence[str], settings: SGLangConfig, headers: Mapping[str, str] = {}, tell: Tell = print
     ) -> None:
         """``headers`` go with every request, an API key among them. ``tell`` gets a line for the first
-        event of a kind in a ``converse``."""
+        event of a kind since the counts were cleared."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
         self.urls, self.settings, self.tell = [*urls], settings, tell
         self.headers = UNPACKED | dict(headers)
         self.counts = Counter[str]()
-        """Of the last ``converse``, see ``Engine.answer_counts``."""
+        """See ``Engine.answer_counts``."""
 
     def converse(self, begin: Begin, call: Call) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, with the last failure.
 
         RequestError, raised to the caller of the request, if no server takes a request of its size.
         """
-        self.counts.clear()
 
         async def run() -> None:
             # trust_env: servers are near, often on the loopback address, and no proxy may come between.
@@ -143,16 +166,60 @@ class _RequestSession(Session):
         super().__init__()
         self._servers = [_Server(url) for url in client.urls]
         self._client, self._settings, self._http, self._call = client, client.settings, http, call
-        self._is_open = call.version is None
+        self._is_open, self._version = call.version is None, int(call.version or -1)
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for absent servers."""
-        self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
+        self._serving: dict[_Job, tuple[_Server, asyncio.Task[None]]] = {}
+        self._is_paused = False
+        self._sent_at: list[float] = []
+        """Loop times of the first request and the last answer."""
 
     async def run_episodes(self, begin: Begin) -> None:
         async with self._tasks:
             begin(self)
             if self._episodes:
                 self._helpers += [self._tasks.create_task(work) for work in (self._tick(), self._open())]
+        duration = max(self._sent_at, default=0.0) - min(self._sent_at, default=0.0)
+        slots = sum(server.most_busy for server in self._servers)
+        self._client.counts["slot_ms"] += round(1e3 * slots * duration)
+        self._client.counts["busy_slot_ms"] += round(1e3 * sum(server.busy_s for server in self._servers))
+
+    def pause(self) -> None:
+        self._is_paused = True
+        for server in self._servers:
+            while server.queue:
+                self._return_alone(server.queue.popleft())
+        for job, (server, _) in [*self._serving.items()]:
+            if job.rid:
+                self._tasks.create_task(self._stop(job, server.url, job.rid))
+            else:
+                self._return_alone(job)
+
+    async def _stop(self, job: _Job, url: str, rid: str) -> None:
+        """Have a server end a request, and wait for the answer with the tokens so far."""
+        until = asyncio.get_running_loop().time() + PAUSE_S
+        while not job.answer.done() and (left := until - asyncio.get_running_loop().time()) > 0:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with asyncio.timeout(left):
+                    await (
+                        await self._http.post(f"{url}/abort_request", json={"rid": rid}, allow_redirects=False)
+                    ).read()
+            await asyncio.wait([job.answer], timeout=min(left, STOP_AGAIN_S))
+        if not job.answer.done():
+            self._lose_part(job, f"{url}: no answer within {PAUSE_S} s to a request that was to end")
+
+    def _lose_part(self, job: _Job, why: str) -> None:
+        if not self._client.counts["lost_parts"]:
+            self._client.tell(f"warning: lost the tokens so far of a response that goes on later, the first: {why}")
+        self._client.counts["lost_parts"] += 1
+        self._return_alone(job)
+
+    def _return_alone(self, job: _Job) -> None:
+        """Answer a request with its prompt alone."""
+        if not job.answer.done():
+            job.answer.set_result(prompt_alone(job.request, self._version))
+        if job in self._serving:
+            self._serving[job][1].cancel()
 
     async def _tick(self) -> None:
         while self._call.on_finish is not None:
@@ -170,6 +237,8 @@ class _RequestSession(Session):
         self._assign()
 
     async def sample(self, request: SampleRequest) -> Rollout:
+        if self._is_paused:
+            return prompt_alone(request, self._version)
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         queue = self._servers[request.group % len(self._servers)].queue
         job = _Job(request, answer)
@@ -180,8 +249,8 @@ class _RequestSession(Session):
         try:
             return await answer
         except asyncio.CancelledError:
-            if answer in self._serving:  # closing its connection makes the server abort the request
-                self._serving[answer].cancel()
+            if job in self._serving:  # closing its connection makes the server abort the request
+                self._serving[job][1].cancel()
             raise
 
     def _after_episode(self) -> None:
@@ -194,8 +263,9 @@ class _RequestSession(Session):
         for server in self._servers if self._is_open else ():
             while not self._is_blocked(server) and (job := self._next(server)) is not None:
                 server.busy += 1
+                server.most_busy = max(server.most_busy, server.busy)
                 serving = self._tasks.create_task(self._serve(server, job))
-                self._serving[job.answer] = serving
+                self._serving[job] = server, serving
                 serving.add_done_callback(lambda task, server=server, job=job: self._release(server, job, task))
 
     def _is_blocked(self, server: _Server) -> bool:
@@ -212,20 +282,21 @@ class _RequestSession(Session):
                 job = max(blocked, key=len).pop()
             else:
                 return None
-            if not job.answer.cancelled():
+            if not job.answer.done():
                 return job
 
     async def _serve(self, server: _Server, job: _Job) -> None:
         """Send a request; set the answer, or queue the request again."""
-        settings, rid = self._settings, uuid.uuid4().hex
         try:
-            async with asyncio.timeout(settings.deadline_s):
-                answer = await self._post(server.url, self._call.body(job.request) | {"rid": rid}, job.request)
-            try:
-                rollout = self._call.decode(job.request, answer, rid)
-            except (RolloutError, TraceError) as error:
-                raise RetryError(f"{server.url}: {error}", WRONG) from error
-        except AwayError as failure:
+            rollout = await self._ask(server, job)
+        except (AwayError, RetryError, TimeoutError) as failure:
+            if self._is_paused:
+                self._lose_part(job, str(failure))
+                return
+            if not isinstance(failure, AwayError):
+                late = RetryError(f"{server.url}: no answer within {self._settings.deadline_s} s")
+                await self._repeat(server, job, late if isinstance(failure, TimeoutError) else failure)
+                return
             job.losses += 1
             if job.losses >= LOSSES:
                 raise RolloutError(
@@ -234,15 +305,31 @@ class _RequestSession(Session):
                 ) from failure
             server.queue.appendleft(job)
             self._lose(server, failure)
-        except TimeoutError:
-            await self._repeat(server, job, RetryError(f"{server.url}: no answer within {settings.deadline_s} s"))
-        except RetryError as failure:
-            await self._repeat(server, job, failure)
         else:
             if not job.answer.done():
                 job.answer.set_result(rollout)
-            if self._call.on_finish is not None:
+            if self._call.on_finish is not None and rollout.finish_reason != "pause":
                 self._call.on_finish(1)
+
+    async def _ask(self, server: _Server, job: _Job) -> Rollout:
+        """Send an attempt and check the answer; AwayError, RetryError or TimeoutError if the next may succeed."""
+        clock, rid = asyncio.get_running_loop().time, uuid.uuid4().hex
+        job.rid, start = rid, clock()
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                answer = await self._post(server.url, self._call.body(job.request) | {"rid": rid}, job.request)
+        finally:
+            job.rid, end = "", clock()
+            server.busy_s += end - start
+            self._sent_at = [min([start, *self._sent_at]), end]
+        try:
+            rollout = self._call.decode(job.request, answer, rid, self._is_paused)
+        except (RolloutError, TraceError) as error:
+            raise RetryError(f"{server.url}: {error}", WRONG) from error
+        if self._call.refuses_reread and rollout.reread_mask is not None:
+            told = f"{server.url} ran out of memory, dropped what it had read of the response, and read it again"
+            raise RetryError(told, "retracted_answers", remedy=REREAD)
+        return rollout
 
     async def _repeat(self, server: _Server, job: _Job, failure: RetryError) -> None:
         """Queue a request at the next server after a pause, or give the request up."""
@@ -255,10 +342,10 @@ class _RequestSession(Session):
         tries = job.failures + job.losses
         if job.failures >= self._settings.attempts or job.losses >= LOSSES:
             last = f"{job.request.label}: {tries} attempts failed, the last: {failure}"
-            if failure.status != TOO_LARGE:
+            if not failure.remedy:
                 raise RolloutError(last) from failure
             if not job.answer.done():
-                job.answer.set_exception(RequestError(f"{last}; raise the limit of this server or proxy"))
+                job.answer.set_exception(RequestError(f"{last}; {failure.remedy}"))
             return
         await asyncio.sleep(max(failure.wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
         next_index = (self._servers.index(server) + 1) % len(self._servers)
@@ -267,8 +354,8 @@ class _RequestSession(Session):
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""
         server.busy -= 1
-        if self._serving.get(job.answer) is task:  # else the request was sent again already
-            del self._serving[job.answer]
+        if self._serving.get(job, (server, None))[1] is task:  # else the request was sent again already
+            del self._serving[job]
         if task.cancelled() or task.exception() is None:
             self._assign()
 
@@ -288,7 +375,8 @@ class _RequestSession(Session):
             raise RetryError(str(error), WRONG) from error
         message = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
         if status >= 500 or status in (*BUSY, TOO_LARGE):
-            raise RetryError(f"{url}: {message}", "refused_requests", status, wait_s)
+            remedy = "raise the limit of this server or proxy" if status == TOO_LARGE else ""
+            raise RetryError(f"{url}: {message}", "refused_requests", status, wait_s, remedy)
         raise RolloutError(f"{url} refuses the request, {message}")
 
     def _lose(self, server: _Server, failure: AwayError) -> None:

@@ -4,13 +4,14 @@ Every rank of the trainer sends requests to all servers. The rank with the fleet
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.config.tables.rollout import SGLangConfig
+from megarl.config.tables.rollout import Reread, SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
 from megarl.engines.sglang.answers import MOST_DRAWN_FROM, Bounds, longest_answer, parse_answer
@@ -42,11 +43,13 @@ class SGLangEngine(Engine):
         settings: SGLangConfig | None = None,
         api_key: str | None = None,
         form: WeightForm | None = None,
+        reread: Reread = "replay",
         tell: Tell = print,
     ) -> None:
         """config: the model's config.json. fleet: sends the weights, in ``form`` (default bf16); absent on all ranks
         but the sender. helper: makes handles of the rank's memory for the servers. agree: a barrier of the ranks that
-        share the servers; an error on any rank is raised on all ranks. tell: gets a line about wrong answers."""
+        share the servers; an error on any rank is raised on all ranks. reread: use of routes after a retraction. tell:
+        gets a line about wrong answers."""
         settings = settings or SGLangConfig()
         self._shape = MoeShape.of(config)
         self._client = SGLangClient(urls, settings, authorization(api_key) | make_header(self._shape), tell)
@@ -63,7 +66,7 @@ class SGLangEngine(Engine):
             frozenset([] if ends is None else np.ravel(ends).tolist()),
         )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
-        self._form = form or WeightForm(torch.bfloat16)
+        self._form, self._reread = form or WeightForm(torch.bfloat16), reread
         self.receives_weights = fleet is not None or helper is not None
         self.answer_counts = self._client.counts
         self._sampling = self._complete = False
@@ -76,14 +79,21 @@ class SGLangEngine(Engine):
         if shape is not None and not shape.moe_layers:
             raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
-        def decode(request: SampleRequest, answer: Any, rid: str) -> Rollout:
-            return parse_answer(request, answer, self.weight_version, shape, rid, params, self._bounds)
+        version = self.weight_version
+
+        def decode(request: SampleRequest, answer: Any, rid: str, stopped: bool) -> Rollout:
+            rollout = parse_answer(request, answer, version, shape, rid, params, self._bounds, stopped)
+            self._client.counts["retractions"] += answer["meta_info"].get("num_retractions") or 0
+            if self._reread == "drop" and rollout.reread_mask is not None and rollout.routed_mask is not None:
+                return replace(rollout, routed_mask=rollout.routed_mask & ~rollout.reread_mask)
+            return rollout
 
         self._sampling = True
         try:
             body = partial(self._make_body, params=params)
             most_bytes = partial(longest_answer, shape=shape, params=params)
-            self._client.converse(begin, Call(body, decode, on_finish, str(self.weight_version), most_bytes))
+            call = Call(body, decode, on_finish, str(version), most_bytes, self._reread == "ask")
+            self._client.converse(begin, call)
         finally:
             self._sampling = False
 

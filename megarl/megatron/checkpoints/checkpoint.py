@@ -80,7 +80,8 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     """Restore a checkpoint into ``policy`` and the random generators; returns the loop state. A collective
     call.
 
-    Random states are restored only in the layout of the save; another layout begins with the seeds.
+    Random states and untrained samples are restored only in the layout of the save; another layout begins with the
+    seeds, and draws the samples again.
     """
     written = _read_loop(path, policy.shape)
     is_same = written["layout"] == (layout := state.describe_layout(policy))
@@ -92,6 +93,8 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         targets = state.sharded_state(policy, is_loading=True)
         if not is_same:
             del targets["rng"]
+        elif written.get("has_untrained"):
+            targets["untrained"] = state.of_rank("untrained", None)
         read = _read(targets, path)
         _load_chunks(policy.chunks, read)
         policy.optimizer.load_state_dict(state.regrouped(read["optimizer"], policy.optimizer))
@@ -99,7 +102,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         policy.scheduler.load_state_dict(read["scheduler"])
     if is_same:
         state.restore_rng(read["rng"])
-    return read["loop"]
+    return {**read["loop"], "untrained": read.get("untrained")}
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape) -> int:

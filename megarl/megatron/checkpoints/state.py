@@ -28,7 +28,15 @@ _MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 def run_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a checkpoint, for saving."""
     about = {"step": step, "layout": describe_layout(policy), "model": policy.shape.describe()}
-    return {**sharded_state(policy, is_loading=False), "loop": {**loop, **about}}
+    state, loop = sharded_state(policy, is_loading=False), dict(loop)
+    if (untrained := loop.pop("untrained", None)) is not None:
+        state["untrained"], about["has_untrained"] = of_rank("untrained", untrained), True
+    return {**state, "loop": {**loop, **about}}
+
+
+def of_rank(name: str, content: Any) -> ShardedObject:
+    """Return content of the rank alone, which loads in the same layout only."""
+    return ShardedObject(name, content, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
 def describe_layout(policy: Policy) -> str:
@@ -51,9 +59,7 @@ def sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     models = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
     state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, **checkpoint_metadata())
     state["scheduler"] = policy.scheduler.state_dict()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    generators = {name: get() for name, (get, _) in _random_states().items()}
-    state["rng"] = ShardedObject("rng", generators, (world,), (rank,), replica_id=0)
+    state["rng"] = of_rank("rng", {name: get() for name, (get, _) in _random_states().items()})
     return state
 
 

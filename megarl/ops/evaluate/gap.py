@@ -154,7 +154,7 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     """
     tokenizer = load_model_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer)
-    request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
+    request_of = make_requests(config.run.seed, EVALUATE, 0, prompts.__getitem__)
     requests = [request_of(index % len(prompts), index // len(prompts))[0] for index in range(num_responses)]
     params = train_params(config, turn_ends(config, tokenizer), routes=model.replay is not None)
     engine = make_engine(config, StepProgress(enabled=False).line)

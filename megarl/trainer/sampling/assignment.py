@@ -49,6 +49,9 @@ class SequenceAssignment:
         keys = list(chain(*self._keys))
         indices = np.array_split(np.arange(len(keys)), coordinates.ranks)[coordinates.rank]
         self._drawn = [keys[index] for index in indices.tolist()]
+        prompts = np.array(sorted({prompt for prompt, _ in keys}))
+        self.prompts: list[int] = np.array_split(prompts, coordinates.ranks)[coordinates.rank].tolist()
+        """The rank's prompts, if whole prompts are assigned to ranks (``rollout.max_staleness``)."""
 
     def asker(self) -> Asker:
         """Return the asker for this rank's samples."""

@@ -96,7 +96,7 @@ def draw(
     keys = [divmod(place, num_samples) for place in places]
     # Independent of further benchmarks.
     number = 0 if benchmark.name == HELDOUT else zlib.crc32(benchmark.name.encode())
-    request_of = requests.make_requests(config.run.seed, requests.EVALUATE, number, benchmark.prompts)
+    request_of = requests.make_requests(config.run.seed, requests.EVALUATE, number, benchmark.prompts.__getitem__)
     params, work = requests.eval_params(config, stop_tokens), f"the evaluation on {benchmark.name}"
     drawn = Draw(FixedSamples(keys), request_of, benchmark.player)
     return requests.sample_together(engine, partial(drawn.run, engine, params, on_finish), work)

@@ -58,13 +58,13 @@ def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[st
 
 
 def complete(
-    excerpts: Mapping[Key, Excerpt], step: int, rank: int, first_prompt: int, trained: np.ndarray,
+    excerpts: Mapping[Key, Excerpt], step: int, rank: int, places: np.ndarray, trained: np.ndarray,
     gaps: Sequence[np.ndarray], dropped: Mapping[Key, str],
 ) -> list[Excerpt]:  # fmt: skip
     """Add the results of training: was the sample trained, the gap between the engines, the reason of a drop.
 
-    trained: int64 [n, 2] (place of the prompt in the run's order, sample); gaps: float64 [n, 5 or more] each, as in
-    ``megarl.watch.tripwires``; dropped: by (group, sample) of the step.
+    places: int64 [B], of the prompts in the run's order; trained: int64 [n, 2] (place, sample); gaps: float64 [n, 5 or
+    more] each, as in ``megarl.watch.tripwires``; dropped: by (group, sample) of the step.
     """
     rows = np.concatenate([np.zeros((0, 5)), *(of_rank[:, :5] for of_rank in gaps)])
     rows = rows[(rows[:, 4] > 0) & np.isin(rows[:, 0], [prompt for prompt, _ in excerpts])]
@@ -74,11 +74,11 @@ def complete(
         {
             **excerpt,
             "step": step,
-            "group": first_prompt + prompt,
+            "group": int(places[prompt]),
             "sample": sample,
             "rank": rank,
             "gap": of_key.get((prompt, sample)),
-            "trained": (first_prompt + prompt, sample) in trains and (prompt, sample) not in dropped,
+            "trained": (places[prompt], sample) in trains and (prompt, sample) not in dropped,
             "dropped": dropped.get((prompt, sample)),
         }
         for (prompt, sample), excerpt in excerpts.items()

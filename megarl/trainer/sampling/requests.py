@@ -1,7 +1,7 @@
 """Requests to the engine: prompts, seeds, sampling parameters; and sampling in a background thread."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import cache
@@ -25,10 +25,10 @@ _LOOK_S = 0.2
 
 
 def make_requests(
-    run_seed: int, purpose: int, step: int, prompts: Sequence[Prompt]
+    run_seed: int, purpose: int, step: int, prompt_of: Callable[[int], Prompt]
 ) -> Callable[[int, int], tuple[SampleRequest, Prompt]]:
     """Return the function from (number of the prompt, sample) to its request with a separate seed."""
-    prompt_of = cache(prompts.__getitem__)
+    prompt_of = cache(prompt_of)
 
     def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
         prompt, seed = prompt_of(number), sampling_seed(run_seed, purpose, step, number, sample)

@@ -26,7 +26,7 @@ from megarl.models.shapes import read_shape
 from megarl.routes.turns import provenance_metrics
 from megarl.run.progress import Advance
 from megarl.trainer.mini_batch import Judged
-from megarl.trainer.sampling import assignment, excerpts, requests, step_rollouts
+from megarl.trainer.sampling import assignment, excerpts, requests, step_rollouts, untrained
 from megarl.trainer.sampling.allocators import AdaEst, Gvm
 from megarl.trainer.sampling.evaluation import draw, pool, read_inputs, score_table
 from megarl.trainer.step import TrainStep
@@ -68,6 +68,9 @@ class Sampler:
         self._position = 0
         """The next prompt in the run's order, with refill. Without refill, the step determines the position."""
         self._ahead: _AssignedStep | None = None
+        self._untrained: untrained.Untrained | None = None
+        self._under_way: tuple[Draw, requests.BackgroundSampling] | None = None
+        """With ``max_staleness``: what servers sample while the trainer trains."""
         self.on_finish = on_finish
         self._allocator: AdaEst | Gvm | None = None
         if config.sampling.rule == "ada_est":
@@ -75,6 +78,10 @@ class Sampler:
         elif config.sampling.rule == "gvm":
             assert train_step is not None, "gradients are of a policy"
             self._allocator = Gvm(config, train_step, self._step_prompts, self._presample)
+        if config.rollout.max_staleness:
+            fixed = self._assign(0).assignment
+            assert isinstance(fixed, assignment.SequenceAssignment), "other rules are refused"
+            self._untrained = untrained.Untrained(config, fixed.prompts)
 
     def close(self) -> None:
         """End the processes of the rewards."""
@@ -83,7 +90,8 @@ class Sampler:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; plain, and equal on all ranks."""
         estimates = {} if self._allocator is None else self._allocator.state_dict()
-        return {"position": self._position, "estimates": estimates}
+        outlasting = {} if self._untrained is None else self._untrained.state_dict()
+        return {"position": self._position, "estimates": estimates, **outlasting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; CheckpointError for the state of an earlier megarl, or of another rule."""
@@ -95,6 +103,13 @@ class Sampler:
         self._position = int(state["position"])
         if self._allocator is not None:
             self._allocator.load_state_dict(state["estimates"])
+        if self._untrained is not None:
+            self._untrained.load_state_dict(state, self._position)
+        elif (state.get("trained") or {}).get("trained"):
+            raise CheckpointError(
+                "the checkpoint's run has passed over prompts, which still have to train; set rollout.max_staleness as "
+                "it was, or begin a new run"
+            )
 
     def begin_step(self, step: int) -> None:
         """Have the engine sample a step's responses in the background, with its present weights; a collective call.
@@ -109,10 +124,16 @@ class Sampler:
 
     def settle(self) -> None:
         """Wait until the engine may get new weights, and have the engine prove the weights of the responses; a
-        collective call.
+        collective call. With ``max_staleness``, unfinished responses are paused.
 
         If sampling failed, ``sample_step`` raises the error. RolloutError as in ``requests.require_weights``.
         """
+        if self._untrained is not None and self._under_way is not None:
+            (drawn, background), self._under_way = self._under_way, None
+            drawn.pause()
+            samples = requests.sample_together(self.engine, partial(background.result, self.on_finish), "sampling")
+            samples = {**self._untrained.samples, **samples}
+            self._untrained = replace(self._untrained, samples=samples, paused=drawn.unfinished)
         if self._ahead is None or (background := self._ahead.background) is None:
             return
         has_failed = False
@@ -127,17 +148,22 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        sample = partial(self._make_step_draw(assigned).run, self.engine, self._params(step), self.on_finish)
+        begun, of_window = self._untrained, dict[str, Stat]()
+        places = assigned.position + np.arange(self.config.prompts_per_step_at_most)
+        drawn = self._make_step_draw(assigned) if begun is None else self._make_window_draw(begun, step)
+        sample = partial(drawn.run, self.engine, self._params(step), self.on_finish)
         if assigned.background is not None:
             sample = partial(assigned.background.result, self.on_finish)
         samples = requests.sample_together(self.engine, sample, "sampling")
+        if begun is not None:
+            samples, places, of_window, begun = begun.take(drawn)
         table = step_rollouts.SampleTable.gather(samples, tuple(self.config.reward.weights))
         selection = step_rollouts.select(assigned.assignment, table, step)
         advantages, trains = step_rollouts.response_advantages(self.config, self.objective, selection, table)
         keys = assigned.assignment.keys_of(selection)
         share = step_rollouts.exchange_rollouts(keys, selection, samples)
         by_token = step_rollouts.process_advantages(self.objective, share, selection, samples)
-        metrics = step_rollouts.sampling_metrics(self.config, table, selection)
+        metrics = step_rollouts.sampling_metrics(self.config, table, selection) | of_window
         if self.config.rollout.engine_kind.server:
             metrics |= step_rollouts.count_answers(self.engine)
         if rollouts := share.without_dummies(keys):  # empty: no response of this model copy was selected
@@ -149,16 +175,25 @@ class Sampler:
         is_full = len(selection.pools) == self.config.rollout.prompts_per_step
         used = selection.pools[-1].prompt + 1 if is_full else self.config.prompts_per_step_at_most
         self._position = assigned.position + used
+        self._untrained = begun
         return step_rollouts.StepRollouts(
             share.mask_unless(trains),
             by_token or [np.append(advantages, 0.0)[rows] for rows in share.rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), share.rows),
             metrics,
             table.describe_unjudged(),
-            assigned.position,
-            np.stack([assigned.position + selection.prompts, selection.samples], 1)[trains],
+            places,
+            np.stack([places[selection.prompts], selection.samples], 1)[trains],
             self._excerpts(step, samples, table.failed),
         )
+
+    def go_on(self, step: int) -> None:
+        """Have the servers go on with the responses of later steps during training, until ``settle``."""
+        assert self._untrained is not None
+        drawn = self._make_window_draw(self._untrained, step, ends=False)
+        params = self._params(step)
+        background = requests.BackgroundSampling(lambda on_finish: drawn.run(self.engine, params, on_finish))
+        self._under_way = drawn, background
 
     def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
@@ -213,8 +248,9 @@ class Sampler:
         return requests.sample_together(self.engine, sample, "sampling")
 
     def _params(self, step: int) -> SamplingParams:
-        routes = wants_routes(self.config, self._shape, step + 1)
-        return requests.train_params(self.config, self._stop_tokens, routes)
+        routes, rollout = wants_routes(self.config, self._shape, step + 1), self.config.rollout
+        params = requests.train_params(self.config, self._stop_tokens, routes)
+        return replace(params, segment_tokens=-(-rollout.max_response_tokens // 8)) if rollout.max_staleness else params
 
     def _step_prompts(self, step: int) -> Sequence[Prompt]:
         """The prompts of a step without refill."""
@@ -227,8 +263,17 @@ class Sampler:
         return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
-        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
+        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts.__getitem__)
         return Draw(asker, request_of, self.player)
+
+    def _make_window_draw(self, begun: untrained.Untrained, step: int, *, ends: bool = True) -> Draw:
+        """Return the draw of prompts that are numbered by place: seeds are of (0, place), in any step."""
+
+        def prompt_at(place: int) -> Prompt:
+            return self.prompts[int(self.order.take(place, 1)[0])]
+
+        request_of = requests.make_requests(self.config.run.seed, requests.TRAIN, 0, prompt_at)
+        return Draw(begun.asker(step, ends=ends), request_of, self.player, begun.paused)
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes by prompt; a collective call."""

@@ -5,7 +5,7 @@ within a model copy and without their routes: ranks need different rows of the r
 rank until the step is split into micro-batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
@@ -32,6 +32,9 @@ _COLUMNS = (
     *("prompt", "sample", "reward", "judged", "turns", "cut", "episode_failed", "late_reward"),
     *("tokens", "appended", "generated"),
 )
+
+COUNTED = "wrong_answers", "refused_requests", "retractions", "retracted_answers", "lost_parts"
+"""Those of ``Engine.answer_counts`` that are metrics."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,8 +188,8 @@ class StepRollouts:
     """Rewards cover the whole step and are equal on all ranks; further metrics cover this rank's rollouts."""
     unjudged: str | None
     """Number of responses with a reward, and the first failure; None if all responses have a reward."""
-    first_prompt: int
-    """The place of the step's first prompt in the run's order."""
+    places: np.ndarray
+    """int64 [B], the place of each of the step's prompts in the run's order."""
     trained: np.ndarray
     """int64 [n, 2], all training samples of all ranks: (place of the prompt in the run's order, sample). No sample
     appears in two steps."""
@@ -271,12 +274,16 @@ def response_advantages(
 
 
 def count_answers(engine: Engine) -> dict[str, Stat]:
-    """Return the ``answer_counts`` of all ranks in the last sampling; a collective call."""
-    names = "wrong_answers", "refused_requests"
+    """Return and clear the ``answer_counts`` of all ranks, and the idle share of slots; a collective call."""
+    names = *COUNTED, "slot_ms", "busy_slot_ms"
     counts = getattr(engine, "answer_counts", {})  # an engine of the user's own need not count
     totals = distributed.gather_rows(np.array([[float(counts.get(name, 0)) for name in names]])).sum(0)
+    if isinstance(counts, MutableMapping):
+        counts.clear()
     is_first = distributed.dp_rank() == 0
-    return {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(names, totals, strict=True)}
+    *numbers, slots, busy = totals
+    found = {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(COUNTED, numbers, strict=True)}
+    return found | (Stat.means_of({"rollout/idle_fraction": (slots - busy, slots)}) if slots else {})
 
 
 def process_advantages(
