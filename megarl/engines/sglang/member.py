@@ -109,6 +109,7 @@ class Member:
     checked_at: float = -math.inf
     """Time of the server's last passed check; for a server at a URL, of the last question for its weights."""
     _silent_since: float | None = None
+    _told_whole: bool = False
 
     def __post_init__(self) -> None:
         self.keeper = threading.Thread(target=self._keep, name=f"keeper of {self.url}", daemon=True)
@@ -169,7 +170,18 @@ class Member:
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        self.connection = WeightSender(self.url, release, tp=settings.tp, api_key=fleet.api_key, gpus=gpus)
+        options = {"tp": settings.tp, "api_key": fleet.api_key, "gpus": gpus, "deltas": settings.deltas}
+        self.connection = WeightSender(self.url, release, **options)
+
+    def begin(self) -> None:
+        """Pause the server for new weights; tell once if it takes no deltas."""
+        self.sender.begin()
+        if self.fleet.settings.deltas and not self.sender.takes_deltas and not self._told_whole:
+            self._told_whole = True
+            self.fleet.tell(
+                f"warning: {self.url} gets whole updates in spite of sglang.deltas = true: deltas need SGLang 0.5.21 or "
+                "later with megarl's plugin, which SGLANG_PLUGINS must not leave out (docs/install.md)"
+            )
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""
@@ -245,7 +257,7 @@ class Member:
         last = self.fleet.kept
         self.leave()
         self.connect()
-        self.sender.begin()  # a hanging server fails here, and delays no update
+        self.begin()  # a hanging server fails here, and delays no update
         self.sender.name(FRESH)  # no rollout accepts the weights
         self.ready = True
         if last is None:
