@@ -62,7 +62,7 @@ def rounded(weights: Weights) -> Weights:
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("way", ["tensor", "distributed", "ipc", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "deltas", "distributed", "ipc", "disk"])
 def test_a_server_computes_with_the_blocks_that_were_sent(
     way: str, server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

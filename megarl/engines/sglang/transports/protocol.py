@@ -41,6 +41,8 @@ class Delivery:
     running: Future[None] | None = None
     base: deque[Bucket] = field(default_factory=deque)
     """The buckets of the last update, not yet compared with the new buckets; empty without ``sglang.deltas``."""
+    behind: set[Member] = field(default_factory=set)
+    """Servers that have refused a delta: the rest of the update is whole."""
     is_split: bool = False
     """Whether the rest of a broadcast goes through a group per server."""
 
@@ -128,22 +130,21 @@ class Tensors(Transport):
         """Encode a bucket once and post the text to all servers.
 
         Servers that take deltas get the bytes that differ from the last update; a server with another base gets the
-        whole bucket.
+        rest of the update whole.
         """
-        fleet = delivery.receivers
-        behind: list[Member] = []
-        by_delta = [member for member in fleet.present if member.sender.takes_deltas]
-        plain = [member for member in fleet.present if member not in by_delta]
+        fleet, behind = delivery.receivers, delivery.behind
+        takers = {member for member in fleet.present if member.sender.takes_deltas}
+        plain = {*fleet.present} - takers
         base = delivery.base.popleft() if delivery.base else None
 
         def offer(message: Message, member: Member) -> None:
             if refusal := member.sender.offer(message):
-                behind.append(member)
-                fleet.tell(f"{member.url} takes no delta, and gets a whole bucket: {refusal}")
+                behind.add(member)
+                fleet.tell(f"{member.url} takes no delta, and gets everything: {refusal}")
 
-        if by_delta and base is not None:
-            fleet.each(partial(offer, make_message(bucket, base)), by_delta)
-        if whole := by_delta if base is None else behind:
+        if base is not None and takers - behind:
+            fleet.each(partial(offer, make_message(bucket, base)), takers - behind)
+        if whole := takers if base is None else takers & behind:
             message = make_message(bucket)
             fleet.each(lambda member: member.sender.load(message), whole)
         if plain:
