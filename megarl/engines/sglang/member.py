@@ -164,6 +164,7 @@ class Member:
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
         settings = fleet.settings
+        info = {**info, "checksums": settings.checksums}
         release, warnings = check_server(info, settings.tp, fleet.routes, fleet.nucleus, fleet.source, settings.fp8)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
