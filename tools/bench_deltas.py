@@ -2,19 +2,19 @@
 
     python tools/bench_deltas.py [--steps 20] [--quickstart FOLDER] [--python .venv-sglang/bin/python] [--json FILE]
 
-First part: real RL steps of the quickstart's model on one rank, with AdamW at its learning rate and at 1e-6. The weights
-of every version go through both wires, bf16 and FP8 blocks: share of changed elements, bytes, and seconds to encode and to
-expand, in this process. Those in bf16 also go to a real SGLang server, by a fleet with deltas and by one without, in turns.
+First part: real RL steps of the quickstart's model on one rank, with AdamW at its learning rate and at 1e-6. The
+weights of every version go through both wires, bf16 and FP8 blocks: share of changed elements, bytes, and seconds to
+encode and to expand, in this process. Those in bf16 also go to a real SGLang server, by a fleet with deltas and by one
+without, in turns.
 
 Second part: a model of 48 M parameters, of which a share has changed by one bit, to a real server.
 
---quickstart: the folder of a finished ``megarl quickstart``, else one is run. Bytes are those of base64, as on the wire.
+--quickstart: the folder of a finished ``megarl quickstart``, else one is run. Bytes are those of base64, as sent.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -87,12 +87,15 @@ def buckets_of(weights: dict[str, torch.Tensor], model: Path, form: WeightForm) 
     return [*Intake.for_servers(checkpoint_shapes(model), 1, form).buckets(weights.items())]
 
 
-def measure_wire(versions: Iterable[dict[str, torch.Tensor]], model: Path, form: WeightForm) -> Iterator[dict[str, float]]:
+def measure_wire(
+    versions: Iterable[dict[str, torch.Tensor]], model: Path, form: WeightForm
+) -> Iterator[dict[str, float]]:
     """Yields a row for each version but the first."""
     bases, whole_bases, before = Bases(), Bases(), list[Bucket]()
     for weights in versions:
-        buckets, row = buckets_of(weights, model, form), dict.fromkeys(("changed", "elements", "delta", "whole"), 0.0)
-        row |= dict.fromkeys(("encode delta", "encode whole", "expand delta", "expand whole"), 0.0)
+        buckets = buckets_of(weights, model, form)
+        row = dict[str, float].fromkeys(("changed", "elements", "delta", "whole"), 0.0)
+        row |= {f"{step} {kind}": 0.0 for step in ("encode", "expand") for kind in ("delta", "whole")}
         for index, bucket in enumerate(buckets):
             base = before[index] if before else None
             for kind, given, held in (("delta", base, bases), ("whole", None, whole_bases)):
@@ -105,7 +108,9 @@ def measure_wire(versions: Iterable[dict[str, torch.Tensor]], model: Path, form:
                 held.expand(raw)
                 row[f"expand {kind}"] += time.perf_counter() - started
             for (_, new), (_, old) in zip(bucket.tensors(), base.tensors() if base else (), strict=base is not None):
-                row["changed"] += int((new.view(torch.uint8) != old.view(torch.uint8)).view(-1, new.itemsize).any(1).sum())
+                row["changed"] += int(
+                    (new.view(torch.uint8) != old.view(torch.uint8)).view(-1, new.itemsize).any(1).sum()
+                )
                 row["elements"] += new.numel()
         if before:
             yield row
@@ -210,7 +215,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for row in measure(arguments, Path(folder)):
             rows.append(row)
-            print(f"{row.name:32} {row.what:16} {row.value:9.4f} {row.unit}  ({row.low:.4f} to {row.high:.4f})", flush=True)
+            print(
+                f"{row.name:32} {row.what:16} {row.value:9.4f} {row.unit}  ({row.low:.4f} to {row.high:.4f})",
+                flush=True,
+            )
     return finish(rows, arguments.json)
 
 

@@ -109,7 +109,6 @@ class Member:
     checked_at: float = -math.inf
     """Time of the server's last passed check; for a server at a URL, of the last question for its weights."""
     _silent_since: float | None = None
-    _told_whole: bool = False
 
     def __post_init__(self) -> None:
         self.keeper = threading.Thread(target=self._keep, name=f"keeper of {self.url}", daemon=True)
@@ -171,17 +170,17 @@ class Member:
         for warning in warnings if self.connection is None else ():
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
-        options = {"tp": settings.tp, "api_key": fleet.api_key, "gpus": gpus, "deltas": settings.deltas}
-        self.connection = WeightSender(self.url, release, **options)
+        self.connection = WeightSender(self.url, release, tp=settings.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection.takes_deltas = None if settings.deltas else False
 
     def begin(self) -> None:
-        """Pause the server for new weights; tell once if it takes no deltas."""
+        """Pause the server for new weights; tell if a new connection takes no deltas."""
+        is_unknown = self.sender.takes_deltas is None
         self.sender.begin()
-        if self.fleet.settings.deltas and not self.sender.takes_deltas and not self._told_whole:
-            self._told_whole = True
+        if is_unknown and not self.sender.takes_deltas:
             self.fleet.tell(
-                f"warning: {self.url} gets whole updates in spite of sglang.deltas = true: deltas need SGLang 0.5.21 or "
-                "later with megarl's plugin, which SGLANG_PLUGINS must not leave out (docs/install.md)"
+                f"warning: {self.url} gets whole updates in spite of sglang.deltas, which needs SGLang 0.5.21 or later "
+                "with megarl's plugin (docs/install.md), which SGLANG_PLUGINS must not leave out"
             )
 
     def find_version(self) -> str | None:

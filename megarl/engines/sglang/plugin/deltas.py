@@ -1,9 +1,9 @@
 """A bucket of a weight update on the wire: the bytes that differ from those that the server got last.
 
-message   uint32 length of the header | header | the parts of the tensors, back to back
-header    JSON, for each tensor: name, dtype, shape, bytes of an item, checksum before, checksum after, form, part's bytes
+message   uint32 length of the header | header | the changes of the tensors, back to back
+header    JSON, for each tensor: name, dtype, shape, bytes of an item, old checksum, checksum, form, bytes that are sent
 
-A part takes the form with the fewest bytes, for n items of s bytes, of which c have changed:
+A tensor takes the form with the fewest bytes, for n items of s bytes, of which c have changed:
 
     same     none have changed       0
     places   in blocks of 65,536:    4 ceil(n / 65536) + (2 + s) c, counts and places, uint32 and uint16, and items
@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -47,14 +48,10 @@ class _Entry(NamedTuple):
     dtype: str
     shape: list[int]
     item_bytes: int
-    before: int | None
-    after: int
+    old_checksum: int | None
+    checksum: int
     form: str
-    part_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.item_bytes
+    num_sent: int
 
     @property
     def unit(self) -> str:
@@ -69,37 +66,30 @@ def encode(places: Sequence[Any], flat: Bytes, base: Bytes | None = None) -> tup
     with ThreadPoolExecutor() as threads:
         encoded = list(threads.map(partial(_encode, flat, base), places))
     header = json.dumps([entry for entry, _ in encoded], separators=(",", ":")).encode()
-    parts = (np.ascontiguousarray(array).data for _, arrays in encoded for array in arrays)
-    return b"".join((_LENGTH.pack(len(header)), header, *parts)), _receipt(header)
-
-
-def _receipt(header: bytes) -> str:
-    return f"{FORMAT} {zlib.crc32(header)}"
+    data = (np.ascontiguousarray(array).data for _, arrays in encoded for array in arrays)
+    return b"".join((_LENGTH.pack(len(header)), header, *data)), f"{FORMAT} {zlib.crc32(header)}"
 
 
 def _encode(flat: Bytes, base: Bytes | None, place: Any) -> tuple[_Entry, list[np.ndarray]]:
     name, dtype, shape, begin, end = place
-    after = flat[begin:end]
-    fields = name, str(dtype).removeprefix("torch."), list(shape), dtype.itemsize
-    if base is None:
-        return _Entry(*fields, None, zlib.crc32(after), "whole", len(after)), [after]
-    before, unit = base[begin:end], f"<u{dtype.itemsize}"
-    items = after.view(unit)
-    differ = items != before.view(unit)
-    count, num_blocks = int(np.count_nonzero(differ)), -(-len(items) // _BLOCK)
-    values = count * dtype.itemsize
-    sizes = {"same": 0} if count == 0 else {}
-    sizes |= {"whole": len(after), "bitmap": -(-len(items) // 8) + values, "places": 4 * num_blocks + 2 * count + values}
-    form = min(sizes, key=lambda form: sizes[form])
-    parts = {"same": [], "whole": [after], "bitmap": [], "places": []}[form]
-    if form == "bitmap":
-        parts = [np.packbits(differ), items[differ]]
-    elif form == "places":
-        positions = np.flatnonzero(differ)
-        counts = np.bincount(positions // _BLOCK, minlength=num_blocks).astype("<u4")
-        parts = [counts, (positions % _BLOCK).astype("<u2"), items[positions]]
-    checksum = None if form == "whole" else zlib.crc32(before)
-    return _Entry(*fields, checksum, zlib.crc32(after), form, sizes[form]), parts
+    new, checksum, size = flat[begin:end], None, dtype.itemsize
+    form, arrays = "whole", [new]
+    if base is not None:
+        old, items = base[begin:end], new.view(f"<u{size}")
+        differ = items != old.view(items.dtype)
+        count, num_blocks = int(np.count_nonzero(differ)), -(-len(items) // _BLOCK)
+        sizes = {"bitmap": -(-len(items) // 8) + size * count, "places": 4 * num_blocks + (2 + size) * count}
+        sizes |= {"whole": len(new)} | ({} if count else {"same": 0})
+        form = min(sizes, key=sizes.__getitem__)
+        if form == "bitmap":
+            arrays = [np.packbits(differ), items[differ]]
+        elif form == "places":
+            positions = np.flatnonzero(differ)
+            counts = np.bincount(positions // _BLOCK, minlength=num_blocks)
+            arrays = [counts.astype("<u4"), (positions % _BLOCK).astype("<u2"), items[positions]]
+        checksum, arrays = (None if form == "whole" else zlib.crc32(old.data)), ([] if form == "same" else arrays)
+    fields = name, str(dtype).removeprefix("torch."), list(shape), size, checksum, zlib.crc32(new.data), form
+    return _Entry(*fields, sum(array.nbytes for array in arrays)), arrays
 
 
 class Bases:
@@ -110,53 +100,54 @@ class Bases:
         """Bytes and checksum, by name."""
         self._lock = threading.Lock()
 
-    def expand(self, message: bytes) -> tuple[list[_Entry], Bytes, str]:
-        """Return the tensors of a message, their bytes back to back, uint8 [bytes], and the receipt.
+    def expand(self, message: bytes) -> tuple[list[tuple[Any, ...]], Bytes, str]:
+        """Return the places of a message's tensors, as in ``Bucket.places`` but for dtypes, which are names; their
+        bytes, uint8 [bytes]; and the receipt.
 
-        WeightSyncError, with all bases as before, if a tensor has another base, or a result another checksum.
+        WeightSyncError, with all bases unchanged, if a tensor has another base, or a result another checksum.
         """
         (length,) = _LENGTH.unpack_from(message)
         header = message[_LENGTH.size : _LENGTH.size + length]
         entries = [_Entry(*fields) for fields in json.loads(header)]
-        ends = np.cumsum([entry.num_bytes for entry in entries])
-        starts = _LENGTH.size + length + np.cumsum([0, *(entry.part_bytes for entry in entries)])
+        ends = list(accumulate(math.prod(entry.shape) * entry.item_bytes for entry in entries))
+        starts = accumulate((entry.num_sent for entry in entries), initial=_LENGTH.size + length)
         flat = np.empty(ends[-1], np.uint8)
-        pieces = [flat[end - entry.num_bytes : end] for entry, end in zip(entries, ends, strict=True)]
+        places = [(*entry[:3], begin, end) for entry, begin, end in zip(entries, [0, *ends], ends, strict=False)]
+        pieces = [flat[begin:end] for *_, begin, end in places]
         with self._lock, ThreadPoolExecutor() as threads:
-            list(threads.map(partial(self._fill, message), entries, pieces, starts[:-1].tolist()))
+            list(threads.map(partial(self._fill, message), entries, pieces, starts))
             for entry, piece in zip(entries, pieces, strict=True):
-                self._held[entry.name] = piece, entry.after
-        return entries, flat, _receipt(header)
+                self._held[entry.name] = piece, entry.checksum
+        return places, flat, f"{FORMAT} {zlib.crc32(header)}"
 
     def _fill(self, message: bytes, entry: _Entry, piece: Bytes, start: int) -> None:
-        part = np.frombuffer(message, np.uint8, entry.part_bytes, start)
+        data = np.frombuffer(message, np.uint8, entry.num_sent, start)
         if entry.form == "whole":
-            piece[:] = part
+            piece[:] = data
         else:
-            before, checksum = self._held.get(entry.name, (None, None))
-            if before is None or checksum != entry.before:
+            old, checksum = self._held.get(entry.name, (None, None))
+            if old is None or checksum != entry.old_checksum:
                 raise WeightSyncError(
-                    f"{entry.name}: a delta from bytes with checksum {entry.before}, but the server holds {checksum}: "
-                    "send everything"
+                    f"{entry.name}: a delta from bytes with checksum {entry.old_checksum}, but the server holds "
+                    f"{checksum}: send everything"
                 )
-            piece[:] = before
-            places, values = _read_places(entry, part)
-            piece.view(entry.unit)[places] = values.view(entry.unit)
-        if (checksum := zlib.crc32(piece)) != entry.after:
-            raise WeightSyncError(f"{entry.name} has checksum {checksum} now, expected {entry.after}: send everything")
+            piece[:] = old
+            positions, values = _read_positions(entry, data)
+            piece.view(entry.unit)[positions] = values.view(entry.unit)
+        if (checksum := zlib.crc32(piece.data)) != entry.checksum:
+            raise WeightSyncError(f"{entry.name} has checksum {checksum}, expected {entry.checksum}: send everything")
 
 
-def _read_places(entry: _Entry, part: Bytes) -> tuple[np.ndarray, Bytes]:
-    """Return the places of the changed items, and the items, uint8 [bytes]."""
+def _read_positions(entry: _Entry, data: Bytes) -> tuple[np.ndarray, Bytes]:
+    """Return the positions of the changed items, int [items], and the items, uint8 [bytes]."""
     num_items = math.prod(entry.shape)
     if entry.form == "bitmap":
         end = -(-num_items // 8)
-        return np.flatnonzero(np.unpackbits(part[:end], count=num_items)), part[end:]
+        return np.flatnonzero(np.unpackbits(data[:end], count=num_items)), data[end:]
     num_blocks = -(-num_items // _BLOCK) if entry.form == "places" else 0
-    counts = part[: 4 * num_blocks].view("<u4")
+    counts = data[: 4 * num_blocks].view("<u4")
     end = 4 * num_blocks + 2 * int(counts.sum())
-    firsts = np.repeat(np.arange(num_blocks) * _BLOCK, counts)
-    return firsts + part[4 * num_blocks : end].view("<u2"), part[end:]
+    return np.repeat(np.arange(num_blocks) * _BLOCK, counts) + data[4 * num_blocks : end].view("<u2"), data[end:]
 
 
 def pack(places: Sequence[Any], flat: Any) -> bytes:
@@ -178,10 +169,6 @@ def repack(bases: Bases, message: bytes) -> tuple[bytes, str]:
     """Return the "flattened_bucket" of a message, and the receipt; WeightSyncError as in ``Bases.expand``."""
     import torch
 
-    entries, flat, receipt = bases.expand(message)
-    ends = np.cumsum([entry.num_bytes for entry in entries]).tolist()
-    places = [
-        (entry.name, getattr(torch, entry.dtype), entry.shape, end - entry.num_bytes, end)
-        for entry, end in zip(entries, ends, strict=True)
-    ]
-    return pack(places, torch.from_numpy(flat)), receipt
+    places, flat, receipt = bases.expand(message)
+    typed = [(name, getattr(torch, dtype), *rest) for name, dtype, *rest in places]
+    return pack(typed, torch.from_numpy(flat)), receipt

@@ -41,7 +41,7 @@ class Delivery:
     running: Future[None] | None = None
     base: deque[Bucket] = field(default_factory=deque)
     """The buckets of the last update, not yet compared with the new buckets; empty without ``sglang.deltas``."""
-    behind: set[Member] = field(default_factory=set)
+    refused: set[Member] = field(default_factory=set)
     """Servers that have refused a delta: the rest of the update is whole."""
     is_split: bool = False
     """Whether the rest of a broadcast goes through a group per server."""
@@ -103,9 +103,8 @@ def post_payloads(sender: WeightSender, payloads: list[str], num_bytes: int) -> 
 def make_message(bucket: Bucket, base: Bucket | None = None) -> Message:
     """Return a bucket for servers with megarl's plugin. base: the bucket that the servers got last; None: the message
     holds everything."""
-    host = bucket.on_host()
-    before = base.flat.numpy() if base is not None and base.places == bucket.places else None
-    message, receipt = encode(bucket.places, host.flat.numpy(), before)
+    last = base.flat.numpy() if base is not None and base.places == bucket.places else None
+    message, receipt = encode(bucket.places, bucket.on_host().flat.numpy(), last)
     return Message(base64.b64encode(message).decode(), receipt, bucket.flat.numel())
 
 
@@ -132,19 +131,19 @@ class Tensors(Transport):
         Servers that take deltas get the bytes that differ from the last update; a server with another base gets the
         rest of the update whole.
         """
-        fleet, behind = delivery.receivers, delivery.behind
+        fleet, refused = delivery.receivers, delivery.refused
         takers = {member for member in fleet.present if member.sender.takes_deltas}
         plain = {*fleet.present} - takers
         base = delivery.base.popleft() if delivery.base else None
 
         def offer(message: Message, member: Member) -> None:
             if refusal := member.sender.offer(message):
-                behind.add(member)
+                refused.add(member)
                 fleet.tell(f"{member.url} takes no delta, and gets everything: {refusal}")
 
-        if base is not None and takers - behind:
-            fleet.each(partial(offer, make_message(bucket, base)), takers - behind)
-        if whole := takers if base is None else takers & behind:
+        if base is not None and takers - refused:
+            fleet.each(partial(offer, make_message(bucket, base)), takers - refused)
+        if whole := takers if base is None else takers & refused:
             message = make_message(bucket)
             fleet.each(lambda member: member.sender.load(message), whole)
         if plain:

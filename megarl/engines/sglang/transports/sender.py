@@ -52,16 +52,9 @@ class WeightSender:
     """The updates of a server."""
 
     def __init__(
-        self,
-        url: str,
-        release: Version = NEWEST,
-        *,
-        tp: int = 1,
-        api_key: str | None = None,
-        gpus: Sequence[int] = (),
-        deltas: bool = False,
+        self, url: str, release: Version = NEWEST, *, tp: int = 1, api_key: str | None = None, gpus: Sequence[int] = ()
     ) -> None:
-        """release, tp: the server's release and tensor-parallel size. deltas: whether to send deltas, if it takes them.
+        """release, tp: the server's release and tensor-parallel size.
 
         gpus: GPU of each tensor-parallel rank; empty if the server runs on CPUs or on another machine.
         """
@@ -69,8 +62,8 @@ class WeightSender:
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
         """The process group of the server, or None."""
-        self.takes_deltas: bool | None = None if deltas else False
-        """Whether the server runs megarl's plugin; None: asked by ``begin``."""
+        self.takes_deltas: bool | None = False
+        """Whether to send messages to megarl's plugin; None: ``begin`` asks the server for the plugin."""
         self._has_sessions, self._in_session = release >= UPDATE_SESSIONS, False
         self._named: str | None = None
         headers = authorization(api_key)
