@@ -91,7 +91,8 @@ class StandIn:
             return 400, {"success": False, "message": "Unknown load_format"}
         if not payloads:
             return 200, {"success": True, "message": FORMAT}
-        (self.folder / "control.json").unlink(missing_ok=True)  # once
+        if fault:
+            (self.folder / "control.json").unlink()  # once
         if fault == "lost bucket":
             return 200, {"success": True, "message": "Success"}
         if fault == "forgets":

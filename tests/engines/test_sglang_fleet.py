@@ -204,9 +204,11 @@ def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
     assert f"{fleet.members[1].url} is back with weights 4" in world.told[-1]
 
 
-@pytest.mark.parametrize("path", STEPS)
-def test_a_server_may_die_and_hang_in_every_step_of_an_update(world: World, path: str, monkeypatch: pytest.MonkeyPatch):
-    fleet = world.start(checksums=True)
+@pytest.mark.parametrize(("path", "deltas"), [*((path, False) for path in STEPS), ("update_weights_from_tensor", True)])
+def test_a_server_may_die_and_hang_in_every_step_of_an_update(
+    world: World, path: str, deltas: bool, monkeypatch: pytest.MonkeyPatch
+):
+    fleet = world.start(checksums=True, deltas=deltas)
     world.update(fleet, 1)
     world.control(1, die_at=path)
     world.update(fleet, 2)

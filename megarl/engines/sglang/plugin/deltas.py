@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import struct
 import threading
 import zlib
 from collections.abc import Sequence
@@ -36,7 +35,6 @@ from megarl.errors import WeightSyncError
 FORMAT = "megarl_delta_1"
 """``load_format`` of a message. A server with the plugin answers an empty message with this word."""
 _BLOCK = 1 << 16
-_LENGTH = struct.Struct("<I")
 Bytes = np.ndarray
 """uint8 [bytes]."""
 
@@ -67,7 +65,7 @@ def encode(places: Sequence[Any], flat: Bytes, base: Bytes | None = None) -> tup
         encoded = list(threads.map(partial(_encode, flat, base), places))
     header = json.dumps([entry for entry, _ in encoded], separators=(",", ":")).encode()
     data = (np.ascontiguousarray(array).data for _, arrays in encoded for array in arrays)
-    return b"".join((_LENGTH.pack(len(header)), header, *data)), f"{FORMAT} {zlib.crc32(header)}"
+    return b"".join((len(header).to_bytes(4, "little"), header, *data)), f"{FORMAT} {zlib.crc32(header)}"
 
 
 def _encode(flat: Bytes, base: Bytes | None, place: Any) -> tuple[_Entry, list[np.ndarray]]:
@@ -106,11 +104,10 @@ class Bases:
 
         WeightSyncError, with all bases unchanged, if a tensor has another base, or a result another checksum.
         """
-        (length,) = _LENGTH.unpack_from(message)
-        header = message[_LENGTH.size : _LENGTH.size + length]
+        header = message[4 : 4 + int.from_bytes(message[:4], "little")]
         entries = [_Entry(*fields) for fields in json.loads(header)]
         ends = list(accumulate(math.prod(entry.shape) * entry.item_bytes for entry in entries))
-        starts = accumulate((entry.num_sent for entry in entries), initial=_LENGTH.size + length)
+        starts = accumulate((entry.num_sent for entry in entries), initial=4 + len(header))
         flat = np.empty(ends[-1], np.uint8)
         places = [(*entry[:3], begin, end) for entry, begin, end in zip(entries, [0, *ends], ends, strict=False)]
         pieces = [flat[begin:end] for *_, begin, end in places]
