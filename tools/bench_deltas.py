@@ -36,7 +36,8 @@ from megarl.engines.sglang.fleet import Fleet
 from megarl.engines.sglang.plugin.deltas import Bases, encode
 from megarl.engines.sglang.server import Server
 from megarl.engines.sglang.spec import ServerSpec
-from megarl.engines.sglang.transports.protocol import make_message, payload_of
+from megarl.engines.sglang.transports.ipc import SharedMemory
+from megarl.engines.sglang.transports.protocol import Tensors, make_message, payload_of
 from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,6 +48,8 @@ WIRES = {"bf16": BF16, "FP8 blocks": WeightForm(torch.bfloat16, "blocks")}
 RATES = {"1e-4": "the quickstart's", "1e-6": "constant"}
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.2, 1.0)
 """Of changed elements, in the second part."""
+ROUNDS = 2
+"""Of the second part."""
 
 
 def make_tee(config: Config, tell: Callable[[str], None]) -> Any:
@@ -118,11 +121,12 @@ def measure_wire(
 
 
 def measure_server(versions: Iterable[dict[str, torch.Tensor]], model: Path, url: str) -> Iterator[dict[str, float]]:
-    """Yields the seconds of an update with deltas, of one without, and to encode the latter."""
-    ways = {}
-    for name, deltas in (("update delta", True), ("update whole", False)):
-        settings = SGLangConfig(checksums=False, deltas=deltas)
-        ways[name] = Fleet(urls=[url], source=model, settings=settings, poll_s=1000.0, tell=_tell)
+    """Yields the seconds of an update with deltas, of one without, of one through shared memory, and to encode the
+    second."""
+    ways, transports = {}, {"update delta": Tensors(), "update whole": Tensors(), "update by ipc": SharedMemory()}
+    for name, transport in transports.items():
+        settings = SGLangConfig(checksums=False, deltas=name == "update delta")
+        ways[name] = Fleet(urls=[url], source=model, settings=settings, transport=transport, poll_s=1000.0, tell=_tell)
         ways[name].start()
     for version, weights in enumerate(versions):
         row = {}
@@ -159,7 +163,7 @@ def changed_by_one_bit(model: Path) -> Iterator[dict[str, torch.Tensor]]:
     shapes = checkpoint_shapes(model)
     weights = {name: 0.02 * torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
     yield weights
-    for share in SHARES:
+    for share in SHARES * ROUNDS:
         for tensor in weights.values():
             chosen = torch.rand(tensor.shape, generator=generator) < share
             tensor.view(torch.int16).bitwise_xor_(chosen.to(torch.int16))
@@ -199,8 +203,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
     wire = [*measure_wire(changed_by_one_bit(large), large, BF16)]
     with serving(large, arguments.python, folder / "large") as url:
         seconds = [*measure_server(changed_by_one_bit(large), large, url)]
-    for share, *runs in zip(SHARES, wire, seconds, strict=True):
-        yield from rows_of(f"{share:.1%} changed", [runs[0] | runs[1]])
+    runs = [first | second for first, second in zip(wire, seconds, strict=True)]
+    for index, share in enumerate(SHARES):
+        yield from rows_of(f"{share:.1%} changed", runs[index :: len(SHARES)])
 
 
 def main() -> int:

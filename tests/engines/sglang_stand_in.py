@@ -159,7 +159,7 @@ class StandIn:
             self.running.set()
         elif path == "update_weight_version":
             self.version = body["new_version"]
-        elif path == "update_weights_from_tensor" and body["load_format"] == FORMAT:
+        elif path == "update_weights_from_tensor" and body.get("load_format") == FORMAT:
             return self.expand(body["serialized_named_tensors"])
         elif path == "update_weights_from_tensor":
             self.receive(base64.b64decode(body["serialized_named_tensors"][0]))

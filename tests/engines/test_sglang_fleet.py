@@ -446,8 +446,9 @@ def test_a_server_of_somebody_else_with_a_key_is_awaited_and_brought_up_to_date(
         process.wait()
 
 
-def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world: World):
-    fleet = world.start(checksums=True)
+@pytest.mark.parametrize("deltas", [False, True])
+def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world: World, deltas: bool):
+    fleet = world.start(checksums=True, deltas=deltas)
     world.update(fleet, 1)
     assert not fleet.prove()
     url = fleet.members[1].url

@@ -180,7 +180,7 @@ class Member:
         if is_unknown and not self.sender.takes_deltas:
             self.fleet.tell(
                 f"warning: {self.url} gets whole updates in spite of sglang.deltas, which needs SGLang 0.5.21 or later "
-                "with megarl's plugin (docs/install.md), which SGLANG_PLUGINS must not leave out"
+                "with megarl's plugin (docs/sglang.md), which SGLANG_PLUGINS must not leave out"
             )
 
     def find_version(self) -> str | None:

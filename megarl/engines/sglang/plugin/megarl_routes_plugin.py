@@ -1,4 +1,4 @@
-"""The module that SGLang loads: rewrites the routing traces of answers on request.
+"""The module that SGLang loads: rewrites the routing traces of answers, and expands deltas of weights.
 
 The rewriting is the last step of a request, in a new thread of the HTTP process: neither the scheduler nor further
 requests wait.
@@ -39,19 +39,20 @@ def activate() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         manager = getattr(importlib.import_module(MODULE), MANAGER)
-        for is_expected, hook in (
-            (inspect.isasyncgenfunction, generate_request),
-            (inspect.iscoroutinefunction, update_weights_from_tensor),
-        ):
+        hooks = {generate_request: inspect.isasyncgenfunction, update_weights_from_tensor: inspect.iscoroutinefunction}
+        for hook, is_expected in hooks.items():
             function = getattr(manager, hook.__name__)
             names = list(inspect.signature(function).parameters)
             if not is_expected(function) or names[:3] != ["self", "obj", "request"]:
                 raise AttributeError(f"{hook.__name__}({', '.join(names)}) is another function than expected")
+        for hook in hooks:
             HookRegistry.register(f"{MODULE}.{MANAGER}.{hook.__name__}", hook, HookType.AROUND)
     except (ImportError, AttributeError) as error:
-        log.warning("megarl: this SGLang is unknown (%s), routing traces stay as they are", error)
+        log.warning(
+            "megarl: this SGLang is unknown (%s), routing traces stay as they are, and weights come whole", error
+        )
         return
-    log.info("megarl: routing traces are sent in the short form to clients that ask for it")
+    log.info("megarl: routing traces are sent in the short form to clients that ask for it; weights may be deltas")
 
 
 def import_megarl() -> None:
