@@ -45,9 +45,13 @@ MAX_ZYGOTES = 2
 
 def transport_fields(way: str, folder: Path, **settings: Any) -> dict[str, Any]:
     """The fields of a fleet that sends weights in this way of ``sglang.sync``."""
-    transports = {"tensor": Tensors, "distributed": Broadcast, "disk": Disk, "ipc": SharedMemory}
+    transports = {"tensor": Tensors, "distributed": Broadcast, "disk": Disk, "ipc": SharedMemory, "deltas": Tensors}
     copies = {"copies": folder} if way == "disk" else {}
-    return {"transport": transports[way](), "settings": SGLangConfig(**{"checksums": False} | settings), **copies}
+    return {
+        "transport": transports[way](),
+        "settings": SGLangConfig(**{"checksums": False, "deltas": way == "deltas"} | settings),
+        **copies,
+    }
 
 
 def forking(python: Path, folder: Path) -> Path:

@@ -148,6 +148,7 @@ def test_a_world_size_that_does_not_come_out_even_is_refused(overrides, world_si
         ({}, "ipc"),  # servers on the CPU
         ({"sglang__sync": "tensor"}, "ipc"),
         ({"sglang__sync": "tensor", "sglang__urls": ["http://a:1"]}, "tensor"),
+        ({"sglang__deltas": True}, "tensor"),
         ({"sglang__gpus": [0]}, "ipc"),
         ({"sglang__gpus": [4, 5], "sglang__tp": 2, "launch__ranks_per_node": 4}, "distributed"),  # beside the trainer's
         ({"sglang__gpus": [0], "sglang__sync": "disk"}, "disk"),

@@ -50,6 +50,9 @@ checkpoint.every=2 checkpoint.keep_every=3
 checkpoint.keep_every=3 | checkpoint.keep_every: found 3 | checkpoint.every = 0
 reward.function=reward_model | reward_model.urls: found [] | with reward.function = "reward_model"
 'reward_model.urls=["http://a:1"]' | reward_model.urls: found ['http://a:1'] | "exact_match"
+rollout.engine=sglang sglang.deltas=true sglang.sync=disk | sglang.deltas: found true | sglang.sync = "disk"
+rollout.engine=sglang sglang.deltas=true sglang.spare_weights=none | sglang.deltas: found true | "memory"
+sglang.deltas=true | sglang.deltas: found true | rollout.engine = "local"
 recompute.granularity=full | recompute.granularity: found "full" without method
 recompute.num_layers=1 | recompute.num_layers: found 1, which goes only with
 'recompute.modules=["moe"]' | recompute.modules: found ["moe"], which goes only with

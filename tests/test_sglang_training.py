@@ -90,10 +90,11 @@ def test_fp32_agrees_within_the_nuclei_that_the_server_records(home: Path, fp32_
     assert step["rollout/k3"] > 1e-3
 
 
-@pytest.mark.parametrize("way", [pytest.param("tensor", marks=pytest.mark.gate), "distributed", "disk"])
+@pytest.mark.parametrize("way", [pytest.param("tensor", marks=pytest.mark.gate), "deltas", "distributed", "disk"])
 def test_fp32_agrees_natively_after_every_sync(home: Path, fp32_server: Server, way: str) -> None:
     """TP1, EP2 in training."""
-    words = ("--run.steps", "3", "--parallel.ep", "2", "--train.replay", "none", "--sglang.sync", way)
+    sync = ("--sglang.deltas", "true") if way == "deltas" else ("--sglang.sync", way)
+    words = ("--run.steps", "3", "--parallel.ep", "2", "--train.replay", "none", *sync)
     steps = run(home, f"fp32_{way}", fp32_server, *words, "--sglang.checksums", "true")
     assert [step["step"] for step in steps] == [1, 2, 3]
     require_agreement(steps)

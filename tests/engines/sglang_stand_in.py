@@ -23,6 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megarl.engines.sglang.plugin.deltas import FORMAT, Bases
+from megarl.errors import WeightSyncError
+
 MAGIC = 12345.0
 MARK = struct.pack("<f", MAGIC)
 SHARED = re.compile(rb"/(torch_\d+_\d+_\d+)")
@@ -43,6 +46,8 @@ class StandIn:
         self.weights: set[float] = {0.0}
         """The numbers that its tensors hold: several in the middle of an update."""
         self.fresh_update = True
+        self.bases = Bases()
+        """Of megarl's plugin."""
         self.groups: dict[str, Any] = {}
         self.scheduler = threading.Lock()
         """Joins groups and takes broadcasts one after the other, as a server's scheduler does."""
@@ -78,6 +83,30 @@ class StandIn:
         if not self.control().get("deaf"):
             self.take(payload)
         self.tell("received", bytes=size, shared=found is not None)
+
+    def expand(self, payloads: list[str]) -> tuple[int, Any]:
+        """Answers as megarl's plugin does, or by ``control()["deltas"]`` without it or with a fault."""
+        fault = self.control().get("deltas")
+        if fault == "no plugin":
+            return 400, {"success": False, "message": "Unknown load_format"}
+        if not payloads:
+            return 200, {"success": True, "message": FORMAT}
+        if fault:
+            (self.folder / "control.json").unlink()  # once
+        if fault == "lost bucket":
+            return 200, {"success": True, "message": "Success"}
+        if fault == "forgets":
+            self.bases = Bases()
+        elif fault == "other byte":
+            for held, _ in self.bases._held.values():
+                held[9] ^= 1  # neither of the two numbers
+        try:
+            _, flat, receipt = self.bases.expand(base64.b64decode(payloads[0]))
+        except WeightSyncError as error:
+            return 400, {"success": False, "message": str(error)}
+        self.take(flat.tobytes())
+        self.tell("received", bytes=len(payloads[0]), shared=False)
+        return 200, {"success": True, "message": receipt}
 
     def join(self, body: dict[str, Any]) -> None:
         """Joins a group of a source of weights, in SGLang's way."""
@@ -130,6 +159,8 @@ class StandIn:
             self.running.set()
         elif path == "update_weight_version":
             self.version = body["new_version"]
+        elif path == "update_weights_from_tensor" and body.get("load_format") == FORMAT:
+            return self.expand(body["serialized_named_tensors"])
         elif path == "update_weights_from_tensor":
             self.receive(base64.b64decode(body["serialized_named_tensors"][0]))
         elif path in ("init_weights_update_group", "update_weights_from_distributed"):

@@ -118,23 +118,29 @@ class HookRegistry:
 """
 
 
+GENERATE = "    async def generate_request(self, obj, request=None):\n        yield\n"
+UPDATE = "    async def update_weights_from_tensor(self, obj, request=None):\n        pass\n"
+
+
 @pytest.mark.parametrize(
-    ("method", "registered"),
+    ("methods", "registered"),
     [
-        ("async def generate_request(self, obj, request=None):\n        yield", True),
-        ("async def generate_request(self, request):\n        yield", False),
+        (GENERATE + UPDATE, True),
+        (GENERATE.replace("obj, ", "") + UPDATE, False),
+        (GENERATE + UPDATE.replace("async ", ""), False),
+        (GENERATE, False),
         (None, False),
     ],
-    ids=["as known", "other arguments", "no hooks"],
+    ids=["as known", "other arguments", "not a coroutine", "no updates", "no hooks"],
 )
-def test_an_sglang_with_other_insides_is_left_alone(tmp_path: Path, method: str | None, registered: bool) -> None:
+def test_an_sglang_with_other_insides_is_left_alone(tmp_path: Path, methods: str | None, registered: bool) -> None:
     """Releases that are not known yet: one line in the log, and the server goes on."""
     for package in ("sglang", "sglang/srt", "sglang/srt/managers", "sglang/srt/plugins"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
-    manager = f"class TokenizerManager:\n    {method or 'pass'}\n"
+    manager = f"class TokenizerManager:\n{methods or '    pass'}"
     (tmp_path / "sglang/srt/managers/tokenizer_manager.py").write_text(manager)
-    if method is not None:
+    if methods is not None:
         (tmp_path / "sglang/srt/plugins/hook_registry.py").write_text(REGISTRY)
     done = subprocess.run(
         [sys.executable, "-c", "import megarl_routes_plugin; megarl_routes_plugin.activate()"],
@@ -143,8 +149,8 @@ def test_an_sglang_with_other_insides_is_left_alone(tmp_path: Path, method: str 
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == (
-        "registered sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request\n" * registered
-    )
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    names = ("generate_request", "update_weights_from_tensor") if registered else ()
+    assert done.stdout == "".join(f"registered {manager}.{name}\n" for name in names)
     assert ("routing traces stay as they are" in done.stderr) != registered
     assert len(done.stderr.splitlines()) == (not registered)

@@ -93,7 +93,7 @@ def test_defaults_of_the_model_folder_change_nothing(engine: SGLangEngine, weigh
     assert len({tuple(rollout.response_tokens) for rollout in rollouts}) >= 32  # at a temperature of 0.1 there are four
 
 
-@pytest.mark.parametrize("way", ["tensor", "distributed", "ipc", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "deltas", "distributed", "ipc", "disk"])
 def test_the_server_follows_the_weights(
     way: str,
     updated_server: Server,
@@ -306,3 +306,15 @@ def test_both_ranks_follow_the_weights(engine_of_two_ranks: SGLangEngine, sglang
         assert logprob_gap(rollouts, oracle, temperature) < CLOSE
         assert logprob_gap(rollouts, oracle, temperature + 0.3) > 1e-2
         assert logprob_gap(rollouts, oracle_of(sglang_model, noisy(sglang_model, version - 1)), temperature) > 0.1
+
+
+def test_one_message_of_deltas_reaches_both_ranks(engine_of_two_ranks: SGLangEngine, sglang_model: Path):
+    urls = [member.url for member in engine_of_two_ranks._fleet.members]
+    fleet = Fleet(urls=urls, source=sglang_model, settings=SGLangConfig(tp=2, deltas=True))
+    config = json.loads((sglang_model / "config.json").read_text())
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=FORM)
+    for version in (1, 2):
+        engine.update_weights(noisy(sglang_model, version).items(), version)
+        rollouts = engine.generate(make_requests(8, copies=2, seed=version), PARAMS)
+        assert logprob_gap(rollouts, oracle_of(sglang_model, noisy(sglang_model, version))) < CLOSE
+        assert fleet.members[0].sender.takes_deltas

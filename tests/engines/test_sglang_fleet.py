@@ -91,7 +91,7 @@ class World:
         return [event for event in map(json.loads, whole.splitlines()) if not names or event["event"] in names]
 
     def start(self, number: int = 2, urls: tuple[str, ...] = (), **fields: Any) -> Fleet:
-        settings = {name: fields.pop(name) for name in ("checksums", "max_restarts", "tp") if name in fields}
+        settings = {name: fields.pop(name) for name in ("checksums", "deltas", "max_restarts", "tp") if name in fields}
         fields = {"settings": SGLangConfig(**PATIENCE | settings), "poll_s": 0.02, "health_s": 1000.0, **fields}
         for index in range(number):
             self.control(index) if not self.folder(index).exists() else None
@@ -204,9 +204,11 @@ def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
     assert f"{fleet.members[1].url} is back with weights 4" in world.told[-1]
 
 
-@pytest.mark.parametrize("path", STEPS)
-def test_a_server_may_die_and_hang_in_every_step_of_an_update(world: World, path: str, monkeypatch: pytest.MonkeyPatch):
-    fleet = world.start(checksums=True)
+@pytest.mark.parametrize(("path", "deltas"), [*((path, False) for path in STEPS), ("update_weights_from_tensor", True)])
+def test_a_server_may_die_and_hang_in_every_step_of_an_update(
+    world: World, path: str, deltas: bool, monkeypatch: pytest.MonkeyPatch
+):
+    fleet = world.start(checksums=True, deltas=deltas)
     world.update(fleet, 1)
     world.control(1, die_at=path)
     world.update(fleet, 2)
@@ -248,6 +250,42 @@ def test_an_update_goes_on_without_a_late_server_however_weights_travel(
     assert world.ask(fleet.members[0]) == ["2", [2.0]]
     world.control(1)  # the late server, ended and started again, may be ready by now
     world.until_back(fleet, 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("no plugin", "gets whole updates in spite of sglang.deltas"),
+        ("lost bucket", "takes no delta, and gets everything: HTTP 200"),
+        ("forgets", "but the server holds None: send everything"),
+        ("other byte", "send everything"),
+        ("restart", "is back with weights 1"),
+        (None, None),
+    ],
+)
+def test_a_server_with_another_base_than_the_delta_gets_everything(world: World, fault: str | None, line: str | None):
+    world.control(1, deltas=fault if fault == "no plugin" else None)
+    fleet = world.start(deltas=True, checksums=True)
+    world.update(fleet, 1)
+    if fault == "restart":
+        world.kill(fleet, 1)
+        world.until_back(fleet, 1)  # with the copy, which is the base
+    elif fault != "no plugin":
+        world.control(1, deltas=fault)
+    num_told = [len(world.events(index, "received")) for index in (0, 1)]
+    for version in (2, 3):
+        world.update(fleet, version)
+        assert [world.ask(member) for member in fleet.members] == [[str(version), [version]]] * 2
+    lines = [told for told in world.told if fleet.members[1].url in told and "is dead" not in told]
+    assert [line in told for told in lines] == [True] * len(lines)
+    assert len(lines) == (fault is not None)
+    assert not any(fleet.members[0].url in told for told in world.told)
+    sizes = [[event["bytes"] for event in world.events(index, "received")[num_told[index] :]] for index in (0, 1)]
+    buckets = len(sizes[0]) // 2
+    whole = sum(event["bytes"] for event in world.events(0, "received")[:buckets])
+    assert sum(sizes[0]) < whole / 2  # of two updates
+    if fault != "no plugin":
+        assert sum(sizes[1][-buckets:]) == sum(sizes[0][-buckets:])  # the next update is a delta again
 
 
 @pytest.mark.parametrize("path", ["server_info", "update_weights_from_tensor"])
@@ -408,8 +446,9 @@ def test_a_server_of_somebody_else_with_a_key_is_awaited_and_brought_up_to_date(
         process.wait()
 
 
-def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world: World):
-    fleet = world.start(checksums=True)
+@pytest.mark.parametrize("deltas", [False, True])
+def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world: World, deltas: bool):
+    fleet = world.start(checksums=True, deltas=deltas)
     world.update(fleet, 1)
     assert not fleet.prove()
     url = fleet.members[1].url

@@ -62,7 +62,7 @@ def rounded(weights: Weights) -> Weights:
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("way", ["tensor", "distributed", "ipc", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "deltas", "distributed", "ipc", "disk"])
 def test_a_server_computes_with_the_blocks_that_were_sent(
     way: str, server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -71,7 +71,7 @@ def test_a_server_computes_with_the_blocks_that_were_sent(
         urls=[server.url],
         source=model,
         served=Path(server.spec.model_path),
-        **transport_fields(way, tmp_path / "sent"),
+        **transport_fields(way, tmp_path / "sent", fp8=True),
     )
     config = json.loads((model / "config.json").read_text())
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32, "blocks"))

@@ -104,7 +104,7 @@ def test_routes_and_logprobs_are_those_of_transformers(
     assert same_sets(rollouts, oracle_of(sglang_model, weights[2])) < 0.9
 
 
-@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "deltas", "distributed", "disk"])
 def test_the_server_follows_the_weights(
     served: Served, way: str, sglang_model: Path, weights: list[Weights], tmp_path: Path
 ):

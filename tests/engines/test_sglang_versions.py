@@ -57,6 +57,7 @@ def test_an_old_release_is_refused_and_a_newer_one_told():
         ({"chunked_prefill_size": -1}, "unchunked_prefill"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         ({"pp_size": 2}, "pipeline"),
+        ({"enable_eplb": True, "checksums": True}, "moving_experts"),
         ({"enable_two_batch_overlap": True}, "half_batches"),
         ({"speculative_algorithm": "NGRAM"}, "tree_of_drafts"),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "tree_of_drafts"),

@@ -143,6 +143,8 @@ def _engine(config: Tables) -> Iterator[Row]:
     yield config.row("ipc_elsewhere", is_ipc and (sglang.urls or launch.apart), place=place)
     shares = config.servers_share_gpus and 0 in sglang.gpus
     yield config.row("nccl_on_shared_gpus", sglang.sync == "distributed" and shares)
+    cannot = sglang.sync not in ("auto", "tensor") or sglang.spare_weights != "memory"
+    yield config.row("deltas", sglang.deltas and (cannot or not is_served))
     can_rest = is_served and not (rollout.one_step_off or rollout.max_staleness or launch.apart)
     yield config.row("release_memory", sglang.release_memory and not can_rest)
     yield config.row("release_memory_with_rule", sglang.release_memory and config.sampling.allotted)

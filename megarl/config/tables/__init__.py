@@ -108,6 +108,8 @@ class Tables(Table):
     @property
     def weight_sync(self) -> Literal["ipc", "distributed", "tensor", "disk"]:
         """sglang.sync with "auto" resolved. Servers on this machine's CPUs take tensors from shared memory, too."""
+        if self.sglang.deltas:
+            return "tensor"
         if self.sglang.sync in ("auto", "tensor") and not (self.sglang.urls or self.sglang.gpus or self.launch.apart):
             return "ipc"
         if self.sglang.sync != "auto":

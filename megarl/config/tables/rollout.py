@@ -159,6 +159,8 @@ class SGLangConfig(Table):
     trainer's memory; distributed: one process group with all servers, NCCL from GPUs and gloo from CPUs; tensor: HTTP,
     slow, and ipc for servers on this machine's CPUs; disk: a folder below run.dir that the servers can read. auto: ipc
     where servers share GPUs or CPUs with the trainer, otherwise distributed."""
+    deltas: bool = False
+    """Send the servers only the bytes of the weights that differ from the last update, over HTTP (sync = "tensor")."""
     spare_weights: Literal["memory", "disk", "none"] = "memory"
     """Place of a copy of the weights for restarted servers: memory of the node's first rank, or a folder below run.dir.
     none: a restarted server gets no weights and no requests before the next update."""

@@ -96,12 +96,14 @@ class Fleet(FleetState):
         assert self.source is not None
         intake = Intake.for_servers(checkpoint_shapes(self.source), version, form)
         delivery = Delivery(self)
+        if self.settings.deltas and self.last is not None and not isinstance(self.last.copy, Path):
+            delivery.base.extend(self.last.copy or ())
         buckets = self.transport.stream(intake, tensors, delivery)
         self.no_starts.clear()
         try:
             with self._pause_keepers():
                 self.each(lambda member: member.sender.take_memory("weights"), self._resting)
-                self.each(lambda member: member.sender.begin())
+                self.each(Member.begin)
                 if isinstance(place := self.copies, Path) and (model := self.served or self.source):
                     delivery.folder = WeightFolder(place, model, version)
                 copy, total = self._deliver(buckets, delivery)

@@ -163,6 +163,7 @@ class Member:
         fleet = self.fleet
         info = server_info(self.url, fleet.api_key, deadline())
         settings = fleet.settings
+        info = {**info, "checksums": settings.checksums}
         release, warnings = check_server(info, settings.tp, fleet.routes, fleet.nucleus, fleet.source, settings.fp8)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection
@@ -170,6 +171,17 @@ class Member:
             self.fleet.tell(f"warning: {warning}")
         gpus = (self.process and self.process.spec.gpus) or ()
         self.connection = WeightSender(self.url, release, tp=settings.tp, api_key=fleet.api_key, gpus=gpus)
+        self.connection.takes_deltas = None if settings.deltas else False
+
+    def begin(self) -> None:
+        """Pause the server for new weights; tell if a new connection takes no deltas."""
+        is_unknown = self.sender.takes_deltas is None
+        self.sender.begin()
+        if is_unknown and not self.sender.takes_deltas:
+            self.fleet.tell(
+                f"warning: {self.url} gets whole updates in spite of sglang.deltas, which needs SGLang 0.5.21 or later "
+                "with megarl's plugin (docs/sglang.md), which SGLANG_PLUGINS must not leave out"
+            )
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""
@@ -245,7 +257,7 @@ class Member:
         last = self.fleet.kept
         self.leave()
         self.connect()
-        self.sender.begin()  # a hanging server fails here, and delays no update
+        self.begin()  # a hanging server fails here, and delays no update
         self.sender.name(FRESH)  # no rollout accepts the weights
         self.ready = True
         if last is None:

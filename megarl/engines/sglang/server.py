@@ -226,6 +226,7 @@ def examine(config: Config) -> Iterator[tuple[str, Literal["ok", "warning", "fai
                 # Servers started by megarl have a key, which is not on the command line.
                 expected = {"api_key": True, "version": installed_release(Path(place)), "model_path": None}
                 info = {**parse_arguments(command(spec)), **expected}
+            info = {**info, "checksums": settings.checksums}
             source = Path(config.model.path)
             _, warnings = check_server(info, settings.tp, routes, config.rollout.top_p < 1, source, settings.fp8)
         except MegarlError as error:

@@ -1,4 +1,4 @@
-"""The module that SGLang loads: rewrites the routing traces of answers on request.
+"""The module that SGLang loads: rewrites the routing traces of answers, and expands deltas of weights.
 
 The rewriting is the last step of a request, in a new thread of the HTTP process: neither the scheduler nor further
 requests wait.
@@ -7,12 +7,13 @@ requests wait.
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.files.hf_config import MoeShape
 
 MODULE = "sglang.srt.managers.tokenizer_manager"
-TARGET = "TokenizerManager.generate_request"
+MANAGER = "TokenizerManager"
 
 log = logging.getLogger("megarl.routes")
 
@@ -37,16 +38,21 @@ def activate() -> None:
         import_megarl()
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        manager, method = TARGET.split(".")
-        function = getattr(getattr(importlib.import_module(MODULE), manager), method)
-        names = list(inspect.signature(function).parameters)
-        if not inspect.isasyncgenfunction(function) or names[:3] != ["self", "obj", "request"]:
-            raise AttributeError(f"{TARGET}({', '.join(names)}) is another function than expected")
-        HookRegistry.register(f"{MODULE}.{TARGET}", generate_request, HookType.AROUND)
+        manager = getattr(importlib.import_module(MODULE), MANAGER)
+        hooks = {generate_request: inspect.isasyncgenfunction, update_weights_from_tensor: inspect.iscoroutinefunction}
+        for hook, is_expected in hooks.items():
+            function = getattr(manager, hook.__name__)
+            names = list(inspect.signature(function).parameters)
+            if not is_expected(function) or names[:3] != ["self", "obj", "request"]:
+                raise AttributeError(f"{hook.__name__}({', '.join(names)}) is another function than expected")
+        for hook in hooks:
+            HookRegistry.register(f"{MODULE}.{MANAGER}.{hook.__name__}", hook, HookType.AROUND)
     except (ImportError, AttributeError) as error:
-        log.warning("megarl: this SGLang is unknown (%s), routing traces stay as they are", error)
+        log.warning(
+            "megarl: this SGLang is unknown (%s), routing traces stay as they are, and weights come whole", error
+        )
         return
-    log.info("megarl: routing traces are sent in the short form to clients that ask for it")
+    log.info("megarl: routing traces are sent in the short form to clients that ask for it; weights may be deltas")
 
 
 def import_megarl() -> None:
@@ -85,6 +91,30 @@ async def _rewrite_all(answers: Any, shape: MoeShape) -> AsyncIterator[Any]:
             yield answer
     finally:  # SGLang reads a single answer; the dropped iterator must release its locks
         await answers.aclose()
+
+
+async def update_weights_from_tensor(
+    original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, request: Any = None
+) -> tuple[bool, str]:
+    """Wrap ``TokenizerManager.update_weights_from_tensor``: a message of ``plugin.deltas`` is expanded to a bucket.
+
+    The process of the HTTP server keeps the bytes that it got last, once for all ranks.
+    """
+    from megarl.engines.sglang.plugin.deltas import FORMAT, Bases, repack
+
+    if obj.load_format != FORMAT:
+        return await original(manager, obj, request)
+    if not (payloads := obj.serialized_named_tensors):
+        return True, FORMAT
+    try:
+        message = base64.b64decode(payloads[0]) if isinstance(payloads[0], str) else bytes(payloads[0])
+        bases = vars(manager).setdefault("megarl_bases", Bases())
+        bucket, receipt = await asyncio.to_thread(repack, bases, message)
+    except Exception as error:  # a client may send anything
+        return False, f"megarl: {error}"
+    obj.load_format, obj.serialized_named_tensors = "flattened_bucket", [bucket] * len(payloads)
+    success, answer = await original(manager, obj, request)
+    return success, receipt if success else answer
 
 
 def _short(text: str, shape: MoeShape) -> str:

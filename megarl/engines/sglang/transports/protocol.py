@@ -6,21 +6,22 @@ A restarted server gets the kept copy over HTTP, whatever the transport of updat
 from __future__ import annotations
 
 import base64
-import pickle
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megarl.engines.sglang.transports.sender import WeightSender, deadline
+from megarl.engines.sglang.plugin.deltas import encode, pack
+from megarl.engines.sglang.transports.sender import Message, WeightSender, deadline
 from megarl.engines.weights import Bucket, Intake, Named
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.fleet import Fleet
+    from megarl.engines.sglang.member import Member
     from megarl.engines.sglang.transports.folder import WeightFolder
 
 Buckets = Generator[Bucket | None, None, None]
@@ -38,6 +39,10 @@ class Delivery:
     line: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "weight-sending"))
     """Sends one bucket while the next bucket is made."""
     running: Future[None] | None = None
+    base: deque[Bucket] = field(default_factory=deque)
+    """The buckets of the last update, not yet compared with the new buckets; empty without ``sglang.deltas``."""
+    refused: set[Member] = field(default_factory=set)
+    """Servers that have refused a delta: the rest of the update is whole."""
     is_split: bool = False
     """Whether the rest of a broadcast goes through a group per server."""
 
@@ -82,17 +87,10 @@ class Rebuilt:
 def payload_of(bucket: Bucket, flat: torch.Tensor | Rebuilt | None = None) -> str:
     """Base64 of the pickle that ``/update_weights_from_tensor`` takes as a "flattened_bucket".
 
-    flat: rebuilds the bucket's memory, uint8 [bytes], in the server; None: the payload holds the tensors. SGLang only
-    reads attributes of the metadata, and refuses to unpickle most classes. Plain namespaces with the attribute names of
-    SGLang's class work with all releases.
+    flat: rebuilds the bucket's memory, uint8 [bytes], in the server; None: the payload holds the tensors.
     """
-    places = [
-        SimpleNamespace(name=name, shape=list(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
-        for name, dtype, shape, start, end in bucket.places
-    ]
     # A copy: pickle would write the whole storage of a slice.
-    content = {"flattened_tensor": bucket.on_host().flat.clone() if flat is None else flat, "metadata": places}
-    return base64.b64encode(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+    return base64.b64encode(pack(bucket.places, bucket.on_host().flat.clone() if flat is None else flat)).decode()
 
 
 def post_payloads(sender: WeightSender, payloads: list[str], num_bytes: int) -> None:
@@ -102,10 +100,20 @@ def post_payloads(sender: WeightSender, payloads: list[str], num_bytes: int) -> 
     sender.post("update_weights_from_tensor", body, deadline(num_bytes))
 
 
+def make_message(bucket: Bucket, base: Bucket | None = None) -> Message:
+    """Return a bucket for servers with megarl's plugin. base: the bucket that the servers got last; None: the message
+    holds everything."""
+    last = base.flat.numpy() if base is not None and base.places == bucket.places else None
+    message, receipt = encode(bucket.places, bucket.on_host().flat.numpy(), last)
+    return Message(base64.b64encode(message).decode(), receipt, bucket.flat.numel())
+
+
 def send_tensors(sender: WeightSender, bucket: Bucket, payload: str | None = None) -> None:
-    """Send a bucket to a server. payload: the bucket's ``payload_of``, if already made."""
+    """Send a whole bucket to a server. payload: the bucket's ``payload_of``, if already made."""
+    if sender.takes_deltas:
+        return sender.load(make_message(bucket))
     payloads = [payload or payload_of(bucket)] * sender.tp
-    post_payloads(sender, payloads, sum(map(len, payloads)))
+    return post_payloads(sender, payloads, sum(map(len, payloads)))
 
 
 def send_handles(sender: WeightSender, bucket: Bucket, handles: Mapping[int, Handle]) -> None:
@@ -118,6 +126,26 @@ class Tensors(Transport):
     """Tensors in the body of HTTP requests. The servers need no connection to the trainer."""
 
     def send(self, bucket: Bucket, delivery: Delivery) -> None:
-        """Encode a bucket once and post the text to all servers."""
-        payload = payload_of(bucket)
-        delivery.receivers.each(lambda member: send_tensors(member.sender, bucket, payload))
+        """Encode a bucket once and post the text to all servers.
+
+        Servers that take deltas get the bytes that differ from the last update; a server with another base gets the
+        rest of the update whole.
+        """
+        fleet, refused = delivery.receivers, delivery.refused
+        takers = {member for member in fleet.present if member.sender.takes_deltas}
+        plain = {*fleet.present} - takers
+        base = delivery.base.popleft() if delivery.base else None
+
+        def offer(message: Message, member: Member) -> None:
+            if refusal := member.sender.offer(message):
+                refused.add(member)
+                fleet.tell(f"{member.url} takes no delta, and gets everything: {refusal}")
+
+        if base is not None and takers - refused:
+            fleet.each(partial(offer, make_message(bucket, base)), takers - refused)
+        if whole := takers if base is None else takers & refused:
+            message = make_message(bucket)
+            fleet.each(lambda member: member.sender.load(message), whole)
+        if plain:
+            payload = payload_of(bucket)
+            fleet.each(lambda member: send_tensors(member.sender, bucket, payload), plain)

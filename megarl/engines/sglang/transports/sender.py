@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from megarl.engines.sglang.http import authorization, read_object, request
+from megarl.engines.sglang.plugin.deltas import FORMAT
 from megarl.engines.sglang.versions import NEWEST, UPDATE_SESSIONS, Version
 from megarl.errors import DataError, WeightSyncError
 
@@ -32,6 +34,18 @@ Checksums = list[dict[str, str]]
 """Checksums of each tensor-parallel rank: name -> checksum."""
 CPU = -1
 """Stands for the GPU of servers on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A bucket for megarl's plugin in a server (``plugin.deltas``)."""
+
+    text: str
+    """Base64 of the message."""
+    receipt: str
+    """The server's word after loading the bucket."""
+    num_bytes: int
+    """Of the whole bucket."""
 
 
 class WeightSender:
@@ -48,6 +62,8 @@ class WeightSender:
         self.gpus = gpus or (CPU,) * tp
         self.group: BroadcastGroup | None = None
         """The process group of the server, or None."""
+        self.takes_deltas: bool | None = False
+        """Whether to send messages to megarl's plugin; None: ``begin`` asks the server for the plugin."""
         self._has_sessions, self._in_session = release >= UPDATE_SESSIONS, False
         self._named: str | None = None
         headers = authorization(api_key)
@@ -68,6 +84,9 @@ class WeightSender:
         if self._has_sessions:
             self._ask("POST", "end_weight_update", {}, WHOLE_S)  # usually HTTP 400: no open session
         self._in_session = False
+        if self.takes_deltas is None:
+            # Without the plugin, releases with sessions refuse every update now; an older scheduler would end.
+            self.takes_deltas = self._has_sessions and not self.offer(Message("", FORMAT, 0))
         if self.group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
 
@@ -91,6 +110,21 @@ class WeightSender:
         with suppress(OSError):  # if the folder is gone, the server will say so
             num_bytes = sum(file.stat().st_size for file in Path(folder).iterdir())
         self.post("update_weights_from_disk", body, deadline(num_bytes))
+
+    def offer(self, message: Message) -> str:
+        """Have megarl's plugin load a bucket; return why it has not loaded the bucket, or an empty text."""
+        payloads = [message.text, *[""] * (self.tp - 1)] if message.text else []
+        if payloads:
+            self.open_session()
+        body = {"serialized_named_tensors": payloads, "load_format": FORMAT, "flush_cache": False}
+        answer = self._ask("POST", "update_weights_from_tensor", body, deadline(message.num_bytes))
+        is_done = answer.status_code == 200 and self._read(answer).get("message") == message.receipt
+        return "" if is_done else f"HTTP {answer.status_code}: {answer.text[:300]}"
+
+    def load(self, message: Message) -> None:
+        """Have megarl's plugin load a bucket; WeightSyncError unless it has."""
+        if refusal := self.offer(message):
+            raise WeightSyncError(f"{self.url} has not loaded a bucket, {refusal}; the server stays paused")
 
     def finish(self, version: int) -> None:
         """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``.
