@@ -111,7 +111,7 @@ def state_coefficients(
     loss_mask: bool [T], of the original columns; other arguments and ConfigError as in ``coefficients``.
     """
     check_columns(objective, state)
-    ratios = PolicyRatios(state)
+    ratios = PolicyRatios(state, objective.router_shift_floor)
     if facts is None:
         facts = BatchFacts(*_find_facts(objective, [(state, ratios)], lambda sums: sums))
     weight, weight_metrics = weights.importance_weight(objective, state, ratios, facts.exponents, facts.means)
@@ -128,7 +128,10 @@ def state_coefficients(
     counts = torch.stack([usable, torch.count_nonzero(loss_mask) - usable, usable - ratios.count])
     names = ("loss_tokens", "logprobs/invalid", "logprobs/dropped")
     metrics = {name: Stat.total(count) for name, count in zip(names, counts.double().unbind(), strict=True)}
-    metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
+    plain = ratios if objective.router_shift_floor is None else PolicyRatios(state)
+    metrics |= {"ratio": Stat.ratio(plain.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
+    if state.router_drift is not None:
+        metrics["router/drift"] = Stat.mean(state.router_drift, state.keep)
     for penalty in objective.penalties:
         if penalty.coef:
             gradient, kl_metrics = weights.kl_penalty(penalty, state, ratios)
@@ -149,7 +152,7 @@ def gather_facts(
     if not objective.beforehand:
         return None
     states = [prepare(columns) for columns in micro_batches]
-    batches = [(state, PolicyRatios(state)) for state in states]
+    batches = [(state, PolicyRatios(state, objective.router_shift_floor)) for state in states]
     denominators = None
     if objective.leaves:
         trusted = [find_trusted(objective, *batch)[0] for batch in batches]
@@ -192,6 +195,11 @@ def check_columns(objective: Objective, state: TokenState) -> None:
         raise ConfigError(
             "objective: a penalty to the reference needs the column ref_logprobs, which the batch does not have; "
             "compute the reference policy's log-probabilities, or choose an objective without a KL"
+        )
+    if state.router_drift is None and objective.router_shift_floor is not None:
+        raise ConfigError(
+            "objective: router_shift_floor needs the column router_drift (TokenColumns.router_drift), which the batch "
+            "does not have: record the routers' scores (RoutingReplay.record(scored=...)), or set it to None"
         )
     if state.topk is None and objective.needs_topk:
         raise ConfigError(
