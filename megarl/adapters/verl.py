@@ -99,7 +99,6 @@ def policy_loss(
             "ref" in read and config.use_kl_loss and config.kl_loss_coef,
         "it needs the sampler's top K tokens, which verl does not record: choose megarl_dppo_tv or megarl_dppo_kl":
             objective.needs_topk,
-        "it reads the drift of routers, which verl does not record: choose megarl_gmpo": objective.router_shift_floor,
         "it must know the whole mini-batch, but this is a part of one: set actor.ppo_micro_batch_size_per_gpu so that "
         "one rank has the mini-batch in one micro-batch": objective.beforehand and is_part,
         "verl hands a policy loss no entropies: set its entropy_coef to 0, and actor.entropy_coeff":

@@ -80,8 +80,8 @@ class Hook:
         if self.ranks_logits:
             return wide.log_softmax(1).gather(1, experts)
         bias = getattr(self.router, "expert_bias", None)
-        unbiased = wide if bias is None else wide - bias
-        return unbiased.gather(1, experts).clamp(min=torch.finfo(torch.float32).tiny).log()
+        unbiased = (wide if bias is None else wide - bias).gather(1, experts)
+        return unbiased.clamp(min=torch.finfo(torch.float32).tiny).log()
 
     def remove_taps(self) -> None:
         """Remove the hooks of the chunk."""

@@ -130,13 +130,12 @@ class Session:
         """Whether the experts come from given routes and not from the router."""
         self._routes, self._checks, self._min_agreement = routes or (), checks, min_agreement
         self._tables = _make_tables(self._routes, hooks, min_agreement > 0)
-        # In the sampled rows, the routers' own choice, and the routes.
-        self._sampled, self._routes_sampled = Columns(dict), Columns(dict)
-        self._min_score, self._replaced = min_score, Columns(dict)
+        self._sampled = Columns(dict)  # the routers' own choice in the sampled rows
+        self._min_score, self._replaced, self._in_use = min_score, Columns(dict), Columns(dict)
         self._native = Columns(dict) if keep else None
         self._shared, self._native_shared = Columns(dict), Columns(dict)
-        # If the replayed routes are compared with themselves, and stay as they are, a copy on the device is enough.
-        same = compared is routes and not min_score
+        # If the replayed routes are compared with themselves, they need no second copy on the device.
+        same = compared is routes
         self._compared = None if compared is None else self._tables if same else _make_tables(compared, hooks)
         self._scored, self._scored_experts, self._log_probs = scored, Columns(dict), Columns(dict)
         self.tokens: dict[int, torch.Tensor] = {}
@@ -158,9 +157,9 @@ class Session:
             if self.replays:
                 self._native_shared[hook][call.micro] = _count_shared(question.preferred(), compared)
         if call.first and self._scored:
-            named = experts if self._scored is True else self._scored[call.micro].experts[:, hook.column]
-            self._scored_experts[hook][call.micro] = named.to(hook.dtype)
-            self._log_probs[hook][call.micro] = hook.log_probs(question.scores, named.long())
+            scored = experts if self._scored is True else self._scored[call.micro].experts[:, hook.column]
+            self._scored_experts[hook][call.micro] = scored.to(hook.dtype)
+            self._log_probs[hook][call.micro] = hook.log_probs(question.scores, scored.long())
         return question.at(experts.long())
 
     def _find_experts(self, hook: Hook, call: RouterCall, question: Question) -> torch.Tensor:
@@ -172,12 +171,10 @@ class Session:
             absent, sampled = preferred.tensor_split([table.num_absent])
             narrow.index_copy_(0, table.asked[: table.num_absent], absent)
             self._sampled[hook][call.micro] = sampled
-            self._routes_sampled[hook][call.micro] = narrow.index_select(0, table.asked[table.num_absent :])
-        if call.first and self._min_score:  # once: a recomputation uses the table
-            kept, num_replaced = replace_weak(question, narrow.long(), self._min_score, hook.ranks_logits)
-            narrow.copy_(kept)
-            self._replaced[hook][call.micro] = num_replaced
-        return narrow
+        if call.first and self._min_score:
+            experts, count = replace_weak(question, narrow.long(), self._min_score, hook.ranks_logits)
+            self._in_use[hook][call.micro], self._replaced[hook][call.micro] = experts.to(hook.dtype), count
+        return self._in_use[hook][call.micro] if self._min_score else narrow
 
     def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
         """ReplayError as ``RoutingReplay.replay`` on closing, and if nothing was recorded."""
@@ -210,6 +207,7 @@ class Session:
         recording.scores = [RouterScores(*of_micro) for of_micro in zip(*columns, strict=True)]
         recording.native_rows = len(hooks) * sum(table.num_absent for table in self._tables)
         if self._tables and self._min_agreement > 0:  # last, because a caller may go on after an AgreementError
-            rows, preferred = (_stack(columns, hooks, block) for columns in (self._routes_sampled, self._sampled))
-            layers, num_experts = [hook.layer for hook in hooks], hooks[0].num_experts
+            preferred, layers = _stack(self._sampled, hooks, block), [hook.layer for hook in hooks]
+            rows = [t.experts[:, t.asked[t.num_absent :]].transpose(0, 1).contiguous() for t in self._tables]
+            num_experts = hooks[0].num_experts
             recording.agreement = check_agreement(rows, preferred, layers, num_experts, self._min_agreement)

@@ -132,8 +132,8 @@ def replaced_experts(policy: Policy, mini: MiniBatch, recording: Recording | Non
     if not policy.config.train.replay_min_score or policy.replay is None or recording is None or mini.replayed is None:
         return {}
     counts = np.concatenate(gather_shared([recording.replaced], mini.micro_batches, policy.replay.layers))
-    slots = float(counts.size * policy.shape.topk)
-    return Stat.means_of({"router/replaced_fraction": (float(counts.sum()), slots)})
+    share = float(counts.sum()), float(counts.size * policy.shape.topk)
+    return Stat.means_of({"router/replaced_fraction": share})
 
 
 def router_drift(policy: Policy, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:

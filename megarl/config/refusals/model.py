@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.root import Config, Layout
 from megarl.config.tables.base import Row, row
-from megarl.core.replay_blockers import replay_blockers
 
 if TYPE_CHECKING:  # the configuration is below the models
     from megarl.models.shapes import ModelShape
@@ -22,12 +21,11 @@ def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterato
     every, watches = config.log.traces_every, isinstance(config.train.max_native_flip, float)
     has_latents, family = shape.fields.get("multi_latent_attention"), shape.family
     yield config.row("fp8_latents", config.rollout.fp8_kv_cache and has_latents, family=family)
-    floor, blocked = config.train.resolved_objective.router_shift_floor, any(replay_blockers(config.megatron))
-    yield config.row("router_shift", floor is not None and (blocked or not shape.moe_layers))
     for key, is_set in (("train.max_native_flip", watches), ("log.traces_every", every)):
         yield config.row("no_routes_to_compare", shape.moe_layers and is_set and not can_compare, key=key)
     for name, is_set in (
         ("dense_replay", config.train.replay != "none"),
+        ("dense_router_shift", config.train.resolved_objective.router_shift_floor),
         ("dense_native_flip", watches),
         ("dense_traces", every),
         ("dense_ep", config.parallel.ep > 1),

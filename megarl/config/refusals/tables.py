@@ -122,7 +122,8 @@ def _replay(config: Tables) -> Iterator[Row]:
     yield config.row("replay_reference", train.replay_reference and not has_reference)
     yield config.row("replay_min_score", train.replay_min_score and replay == "none")
     yield config.row("r3_of_engine", replay == "r3" and not config.rollout.engine_kind.routes)
-    for blocker in replay_blockers(config.megatron) if replay != "none" else ():
+    reads_scores = train.resolved_objective.router_shift_floor is not None
+    for blocker in replay_blockers(config.megatron) if replay != "none" or reads_scores else ():
         field, reason = blocker.setting, blocker.reason
         yield config.row("replay_blocker", True, field=field, value=config.megatron.get(field), reason=reason)
 

@@ -341,7 +341,7 @@ def _check_advantage(o: Objective) -> None:
     by_token, length = o.advantage == "token_level_kl", o.norm_length
     floor = o.router_shift_floor
     mixed = [m for m in o.records if m.policies == "theta_old" and m.statistic not in RATIOS]
-    is_read = any(factor.policies == "theta_old" for factor in o.factors)
+    is_read = "theta_old" in {factor.policies for factor in o.factors}
     rules = {
         "router_shift_floor": floor is not None and (not 0 < floor <= 1 or mixed or not is_read),
         "kl_coef": by_token != (o.kl_coef > 0),

@@ -62,18 +62,15 @@ class TokenColumns:
 
     def __post_init__(self) -> None:
         logprobs = self.logprobs
-        for name, column in {**self.float_columns(), "loss_mask": self.loss_mask}.items():
+        columns = {**self.float_columns(), "loss_mask": self.loss_mask}
+        for name, column in columns.items():
             if column.shape != logprobs.shape or column.dim() != 1:
                 raise ValueError(f"{name} is {list(column.shape)}, expected [T] like logprobs {list(logprobs.shape)}")
             if name != "loss_mask" and not column.is_floating_point():
                 raise ValueError(f"{name} is {column.dtype}, expected floating point: give {name}.float()")
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool: give loss_mask.bool()")
-        for name, column in {
-            **self.float_columns(),
-            "loss_mask": self.loss_mask,
-            "cu_seqlens": self.cu_seqlens,
-        }.items():
+        for name, column in (*columns.items(), ("cu_seqlens", self.cu_seqlens)):
             if column.device != logprobs.device:
                 remedy = f"give {name}.to(logprobs.device)"
                 raise ValueError(f"{name} is on {column.device}, logprobs on {logprobs.device}: {remedy}")
@@ -196,7 +193,7 @@ def prepare(
         collected.add(ratios.is_wrong_cu_seqlens(*arguments), partial(ratios.check_cu_seqlens, *arguments))
     collected.add((columns.loss_mask & ~ratios.is_logprob(largest)).any(), partial(_refuse_values, columns))
     if objective is not None and objective.advantage in NON_NEGATIVE_ADVANTAGES:
-        is_negative = (columns.loss_mask & (columns.advantages.detach() < 0)).any()
+        is_negative = (columns.loss_mask & (columns.advantages < 0)).any()
         collected.add(is_negative, partial(_refuse_negative_advantages, objective, columns))
     if denominators is not None:
         num_tokens, num_sequences = counts = count_loss_tokens(state.usable, bounds)

@@ -197,10 +197,7 @@ def check_columns(objective: Objective, state: TokenState) -> None:
             "compute the reference policy's log-probabilities, or choose an objective without a KL"
         )
     if state.router_drift is None and objective.router_shift_floor is not None:
-        raise ConfigError(
-            "objective: router_shift_floor needs the column router_drift (TokenColumns.router_drift), which the batch "
-            "does not have: record the routers' scores (RoutingReplay.record(scored=...)), or set it to None"
-        )
+        raise ConfigError("objective: router_shift_floor needs the column router_drift (RoutingReplay, option scored)")
     if state.topk is None and objective.needs_topk:
         raise ConfigError(
             "objective: a mask of the sampler's top K tokens needs the column topk (TokenColumns.topk), which the "
