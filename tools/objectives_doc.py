@@ -48,7 +48,8 @@ There are three policies: $\theta$ (being trained), old (the training engine bef
 that sampled). For one token, $w_t = \pi_\theta/\mu$, $r_t = \pi_\theta/\pi_{old}$ and $g_t = \pi_{old}/\mu$.
 $\rho_t = \prod_{k\le t} r_k$ is of its whole past, $\tilde r_t = (\prod_{k\ge t} r_k)^{1/(\lvert y\rvert-t+1)}$ of the
 rest of the response from it on. $\bar r$, $\bar w$, $\bar g$ are geometric means over the response, $\Pi w$, $\Pi g$
-products. Sums leave out prompts, tool output and padding; $t$ and $\lvert y\rvert$ count generated tokens.
+products. $\gamma_t$ is the larger of $e^{-D_t}$ and `router_shift_floor`, with $D_t$ the drift of the routers. Sums
+leave out prompts, tool output and padding; $t$ and $\lvert y\rvert$ count generated tokens.
 
 - $M^{[a,b]}(x)$, "outward", is PPO's mask: it drops a token if $A>0$ and $x>b$, or if $A<0$ and $x<a$.
 - $M^{\le d}_D(x)$ is the same with a divergence: it drops a token whose update leads further away from $x=1$ and whose
@@ -354,10 +355,13 @@ def formulas(o: Objective) -> dict[str, str]:
         {"mixed_groups": "only groups with contrast", "positive": "only responses with A above 0"}.get(o.selection, ""),
         "masked tokens leave D" if o.leaves else "",
     ]
+    texts = r"\,".join(weights) or "1", r"\,".join(map(mask, o.records)) or "1"
+    if o.router_shift_floor is not None:
+        texts = tuple(text.replace("r_t", r"\gamma_tr_t") for text in texts)
     return {
         "advantage": ADVANTAGES[str(o.advantage)],
-        "weight": r"\,".join(weights) or "1",
-        "mask": r"\,".join(map(mask, o.records)) or "1",
+        "weight": texts[0],
+        "mask": texts[1],
         "penalty": "".join(map(penalty, o.penalties)),
         "aggregation": AGGREGATIONS[o.aggregation],
         "leaves": "; ".join(text for text in leaves if text),

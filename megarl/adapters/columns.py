@@ -51,6 +51,7 @@ def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_ar
     refuse(f"{stack}: the row {_name(objective)} ", {
         "must know all tokens of the step beforehand": objective.beforehand,
         "reads the sampler's top K tokens": objective.needs_topk,
+        "reads the drift of routers": objective.router_shift_floor,
         "has an entropy term; set entropy_coef to 0, and use the stack's": objective.entropy_coef,
         f"trains {objective.selection} alone; clear the mask of other responses, and set selection to 'all'":
             objective.selection != "all",

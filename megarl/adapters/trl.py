@@ -66,7 +66,8 @@ class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues
             "counts a step beforehand: let gradient_accumulation_steps divide steps_per_generation": every % per_step,
             "needs facts of a whole step: use one process, and no gradient accumulation":
                 row.beforehand and per_step * self.accelerator.num_processes > 1,
-            "needs advantages or top K of tokens, which TRL lacks": row.advantage in TOKEN_ADVANTAGES or row.needs_topk,
+            "needs columns of tokens which TRL lacks":
+                row.advantage in TOKEN_ADVANTAGES or row.needs_topk or row.router_shift_floor,
         })  # fmt: skip
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:

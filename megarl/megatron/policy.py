@@ -78,7 +78,7 @@ class Policy:
         train, self.replay = config.train, None
         blocked = train.replay == "none" and replay_blockers(vars(self.megatron_config))
         if self.shape.moe_layers and not blocked:
-            self.replay = RoutingReplay(self.chunks, train.min_route_agreement)
+            self.replay = RoutingReplay(self.chunks, train.min_route_agreement, min_score=train.replay_min_score)
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:

@@ -5,7 +5,7 @@ asked by routers, ``pass_log`` finds the pass of a call, ``sessions`` answers, `
 """
 
 from megarl.replay.layout import stack_routes
-from megarl.replay.records import MicroRoutes, Recording
+from megarl.replay.records import MicroRoutes, Recording, RouterScores
 from megarl.replay.routing_replay import RoutingReplay
 
-__all__ = ["MicroRoutes", "Recording", "RoutingReplay", "stack_routes"]
+__all__ = ["MicroRoutes", "Recording", "RouterScores", "RoutingReplay", "stack_routes"]

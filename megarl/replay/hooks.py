@@ -60,6 +60,9 @@ class Hook:
         self.topk: int = router.topk
         self.num_experts: int = router.config.num_moe_experts
         self.dtype: torch.dtype = getattr(torch, narrow_dtype(self.num_experts, signed=True).__name__)
+        is_softmax = router.config.moe_router_score_function == "softmax"
+        self.ranks_logits = is_softmax and not router.config.moe_router_pre_softmax
+        """Whether the scores of a question are logits."""
         self.chunk, self.is_first = chunk, is_first
         """Index of its model chunk, and whether it is the first router there."""
         self.taps: list[RemovableHandle] = []
@@ -67,6 +70,18 @@ class Hook:
         self.keeps_dispatched = False
         self.dispatched: dict[int, torch.Tensor] = {}
         """By thread, int64 [T_local, K]: experts of the latest call under replay; kept for auxiliary losses only."""
+
+    @torch.no_grad()
+    def log_probs(self, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """fp32 [T_local, K]: ln r at experts int64 [T_local, K], with r the softmax over all experts, or the sigmoid
+        without the expert bias. scores: [T_local, E], of a question.
+        """
+        wide = scores.float()
+        if self.ranks_logits:
+            return wide.log_softmax(1).gather(1, experts)
+        bias = getattr(self.router, "expert_bias", None)
+        unbiased = (wide if bias is None else wide - bias).gather(1, experts)
+        return unbiased.clamp(min=torch.finfo(torch.float32).tiny).log()
 
     def remove_taps(self) -> None:
         """Remove the hooks of the chunk."""

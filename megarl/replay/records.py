@@ -18,6 +18,16 @@ class MicroRoutes:
     """integers [T_local], the token of each row, compared with the model's input; None skips the comparison."""
 
 
+@dataclass(frozen=True, slots=True)
+class RouterScores:
+    """How likely one micro-batch's routers found experts, on the device."""
+
+    experts: torch.Tensor
+    """uint8 or int16 [T_local, L_local, K]."""
+    log_probs: torch.Tensor
+    """fp32 [T_local, L_local, K], ln r (``Hook.log_probs``)."""
+
+
 @dataclass(slots=True)
 class Recording:
     """Results of a block, one entry per forward micro-batch; complete when the block has closed."""
@@ -30,6 +40,10 @@ class Recording:
     """uint8 [T_local, L_local]: number of used experts found in the ``compared`` routes too."""
     native_shared: list[torch.Tensor] = field(default_factory=list)
     """Of ``replay()``: ``shared`` for the router's own choice."""
+    replaced: list[torch.Tensor] = field(default_factory=list)
+    """Of ``replay()`` with ``min_score``: uint8 [T_local, L_local], experts that the router's own choice replaced."""
+    scores: list[RouterScores] = field(default_factory=list)
+    """With ``scored``: of the experts in use, or of those that ``scored`` names."""
     agreement: np.ndarray | None = None
     """Of ``replay()``: float64 [micro-batches, L_local], see ``agreement.py``. None if ``min_agreement`` is 0."""
     compared_tokens: int = 0

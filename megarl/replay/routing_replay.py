@@ -23,7 +23,7 @@ from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.pass_log import PassLog
 from megarl.replay.records import MicroRoutes, Recording
-from megarl.replay.sessions import Session
+from megarl.replay.sessions import Scored, Session
 
 MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
@@ -50,7 +50,9 @@ class RoutingReplay:
 
     min_agreement: in [0, 1], the least agreement of the replayed experts with the routers' own choice, beyond chance
     (``agreement.py``). 0 switches the check off. shape: ``MoeShape.of(config.json)``, if Megatron's config does not say
-    which layers have experts (hybrid models) or are exempt; None: ``MoeShape.of_megatron``.
+    which layers have experts (hybrid models) or are exempt; None: ``MoeShape.of_megatron``. min_score: in [0, 1];
+    above 0, a replayed expert stays only if its score is at least this share of the weakest score in the router's own
+    top K, otherwise the best of the own top K take its place (``replace_weak``). 0 replays all experts.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class RoutingReplay:
         model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
         min_agreement: float = MIN_AGREEMENT,
         shape: MoeShape | None = None,
+        min_score: float = 0.0,
     ) -> None:
-        self._min_agreement = _check_agreement(min_agreement)
+        self._min_agreement = _check_share("min_agreement", min_agreement)
+        self._min_score = _check_share("min_score", min_score)
         self._hooks: list[Hook] = []
         wrapped = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         chunks = [unwrap(chunk) for chunk in wrapped]
@@ -125,14 +129,15 @@ class RoutingReplay:
                 count_natively(hook.router)
 
     @contextmanager
-    def record(self, keep: bool = True, compared: Routes | None = None) -> Iterator[Recording]:
+    def record(self, keep: bool = True, compared: Routes | None = None, scored: Scored = False) -> Iterator[Recording]:
         """Route natively; ``recording.routes`` has the choice, one MicroRoutes per forward micro-batch.
 
         compared: routes of the same micro-batches; ``recording.shared`` counts the experts that they share with the
-        choice. keep: False keeps these counts only.
+        choice. keep: False keeps these counts only. scored: True records how likely the routers find the experts in
+        use (``recording.scores``); the scores of an earlier recording, the experts of that recording.
         """
         compared_routes = None if compared is None else self._check(compared, recorded=True)
-        with self._open(Session(self._hooks, None, keep, compared_routes)) as recording:
+        with self._open(Session(self._hooks, None, keep, compared_routes, scored=scored)) as recording:
             yield recording
 
     @contextmanager
@@ -145,6 +150,8 @@ class RoutingReplay:
         *,
         checked: bool = False,
         checks: DeviceChecks | None = None,
+        min_score: float | None = None,
+        scored: Scored = False,
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
@@ -158,14 +165,17 @@ class RoutingReplay:
         observe: the Recording also has the routers' own choice. compared: other routes of the same micro-batches; the
         Recording counts the experts that they share with those in use, and with the routers' own choice. checked: the
         experts were checked before, as those of a Recording, and are not checked again or copied. checks: takes the
-        comparison of token ids, for the caller to ``require`` after the block; None: it is made on closing.
+        comparison of token ids, for the caller to ``require`` after the block; None: it is made on closing. min_score:
+        as of the object, for this block. scored: as in ``record``.
         """
         entries = self._check(routes, recorded=checked or isinstance(routes, Recording))
         compared_routes = None
         if compared is not None:
             compared_routes = entries if compared is routes else self._check(compared, recorded=True)
-        limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
-        with self._open(Session(self._hooks, entries, observe, compared_routes, limit, checks)) as recording:
+        limit = self._min_agreement if min_agreement is None else _check_share("min_agreement", min_agreement)
+        score = self._min_score if min_score is None else _check_share("min_score", min_score)
+        options = limit, checks, score, scored
+        with self._open(Session(self._hooks, entries, observe, compared_routes, *options)) as recording:
             yield recording
 
     def _check(self, routes: Routes, recorded: bool) -> list[MicroRoutes]:
@@ -189,7 +199,7 @@ class RoutingReplay:
                 hook.dispatched.pop(get_ident(), None)
 
 
-def _check_agreement(value: float) -> float:
+def _check_share(name: str, value: float) -> float:
     if not 0.0 <= value <= 1.0:
-        raise ReplayError(f"min_agreement = {value!r}, expected a number from 0 (no check) to 1")
+        raise ReplayError(f"{name} = {value!r}, expected a number from 0 (no check) to 1")
     return value

@@ -5,6 +5,7 @@ opens, stored layer by layer. Counts are read when the block closes. All state i
 may overtake each other.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -15,9 +16,11 @@ from megarl.errors import ReplayError
 from megarl.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.replay.hooks import Hook, Question
 from megarl.replay.pass_log import PassBlock, RouterCall
-from megarl.replay.records import MicroRoutes, Recording
+from megarl.replay.records import MicroRoutes, Recording, RouterScores
 
 Routes = Sequence[MicroRoutes]
+Scored = bool | Sequence[RouterScores]
+"""Whether to record how likely routers find the experts in use, or the experts of earlier scores."""
 Columns = defaultdict[Hook, dict[int, torch.Tensor]]
 """For each router, one tensor per micro-batch."""
 
@@ -41,6 +44,30 @@ def _stack(columns: Columns, hooks: Sequence[Hook], block: PassBlock) -> list[to
 def _count_shared(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return uint8 [T]: number of common experts of two rows [T, K] without duplicates."""
     return (first[:, :, None] == second[:, None, :]).any(2).sum(1).to(torch.uint8)
+
+
+@torch.no_grad()
+def replace_weak(
+    question: Question, experts: torch.Tensor, min_score: float, are_logits: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (experts int64 [T, K], number of replaced experts uint8 [T]) without the experts that a router rates low.
+
+    With w the weakest score among the router's own top K, an expert stays if ``score >= min(min_score w, w)``. Scores
+    are those by which the router ranks (expert bias included); of logits, softmax probabilities are compared. The best
+    of the own top K that are not in the row take the places of the others. experts: int64 [T, K], none twice in a row.
+    Source: prime-rl, pull request 2703.
+    """
+    preferred, scores = question.preferred(), question.scores.detach()
+    best = scores.gather(1, preferred).double()
+    weakest = best.amin(1, keepdim=True)
+    lowest = weakest + math.log(min_score) if are_logits else torch.minimum(weakest * min_score, weakest)
+    is_weak = scores.gather(1, experts).double() < lowest
+    # No weak expert is preferred, so that as many preferred experts as weak ones, or more, are not in the row.
+    is_used = (preferred[:, :, None] == experts[:, None, :]).any(2)
+    order = torch.sort(best.masked_fill(is_used, -math.inf), dim=1, descending=True, stable=True).indices
+    rank = (is_weak.cumsum(1) - 1).clamp(min=0)
+    substitutes = preferred.gather(1, order).gather(1, rank)
+    return torch.where(is_weak, substitutes, experts), is_weak.sum(1).to(torch.uint8)
 
 
 class _Table:
@@ -84,7 +111,8 @@ def _find_table(tables: Sequence[_Table], hook: Hook, call: RouterCall, scores: 
 class Session:
     """Gives the routers the experts of ``routes``, micro-batch by micro-batch; without routes, their own choice.
 
-    keep: keep the routers' own choice. compared: count the experts shared with these routes, too.
+    keep: keep the routers' own choice. compared: count the experts shared with these routes, too. min_score: of
+    ``replace_weak``. scored: record scores.
     """
 
     def __init__(
@@ -95,17 +123,21 @@ class Session:
         compared: Routes | None,
         min_agreement: float = 0.0,
         checks: DeviceChecks | None = None,
+        min_score: float = 0.0,
+        scored: Scored = False,
     ) -> None:
         self.replays = routes is not None
         """Whether the experts come from given routes and not from the router."""
         self._routes, self._checks, self._min_agreement = routes or (), checks, min_agreement
         self._tables = _make_tables(self._routes, hooks, min_agreement > 0)
         self._sampled = Columns(dict)  # the routers' own choice in the sampled rows
+        self._min_score, self._replaced, self._in_use = min_score, Columns(dict), Columns(dict)
         self._native = Columns(dict) if keep else None
         self._shared, self._native_shared = Columns(dict), Columns(dict)
         # If the replayed routes are compared with themselves, they need no second copy on the device.
         same = compared is routes
         self._compared = None if compared is None else self._tables if same else _make_tables(compared, hooks)
+        self._scored, self._scored_experts, self._log_probs = scored, Columns(dict), Columns(dict)
         self.tokens: dict[int, torch.Tensor] = {}
         """By micro-batch, the model's input ids, one per row of the routers."""
 
@@ -124,6 +156,10 @@ class Session:
             self._shared[hook][call.micro] = _count_shared(experts, compared)
             if self.replays:
                 self._native_shared[hook][call.micro] = _count_shared(question.preferred(), compared)
+        if call.first and self._scored:
+            scored = experts if self._scored is True else self._scored[call.micro].experts[:, hook.column]
+            self._scored_experts[hook][call.micro] = scored.to(hook.dtype)
+            self._log_probs[hook][call.micro] = hook.log_probs(question.scores, scored.long())
         return question.at(experts.long())
 
     def _find_experts(self, hook: Hook, call: RouterCall, question: Question) -> torch.Tensor:
@@ -135,7 +171,10 @@ class Session:
             absent, sampled = preferred.tensor_split([table.num_absent])
             narrow.index_copy_(0, table.asked[: table.num_absent], absent)
             self._sampled[hook][call.micro] = sampled
-        return narrow
+        if call.first and self._min_score:
+            experts, count = replace_weak(question, narrow.long(), self._min_score, hook.ranks_logits)
+            self._in_use[hook][call.micro], self._replaced[hook][call.micro] = experts.to(hook.dtype), count
+        return self._in_use[hook][call.micro] if self._min_score else narrow
 
     def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
         """ReplayError as ``RoutingReplay.replay`` on closing, and if nothing was recorded."""
@@ -163,6 +202,9 @@ class Session:
                 recording.routes.append(MicroRoutes(experts, None, ids if fits else None))
         recording.shared = _stack(self._shared, hooks, block)
         recording.native_shared = _stack(self._native_shared, hooks, block)
+        recording.replaced = _stack(self._replaced, hooks, block)
+        columns = (_stack(of_kind, hooks, block) for of_kind in (self._scored_experts, self._log_probs))
+        recording.scores = [RouterScores(*of_micro) for of_micro in zip(*columns, strict=True)]
         recording.native_rows = len(hooks) * sum(table.num_absent for table in self._tables)
         if self._tables and self._min_agreement > 0:  # last, because a caller may go on after an AgreementError
             preferred, layers = _stack(self._sampled, hooks, block), [hook.layer for hook in hooks]

@@ -32,6 +32,7 @@ def routes_from_sglang(
     *,
     tokens: Sequence[int] | None = None,
     label: str = "SGLang's answer",
+    logical_ids: np.ndarray | None = None,
 ) -> RoutingTrace:
     """Return the routes [T, L, K] of prompt and response from one JSON answer of SGLang's ``/generate``.
 
@@ -40,7 +41,8 @@ def routes_from_sglang(
 
     shape: ``MoeShape.of(config.json)``, or ``RoutingReplay.shape``. start (several turns): the
     ``routed_experts_start_len`` of the request; rows before it are not present. tokens: the T token ids, if the answer
-    does not repeat the prompt.
+    does not repeat the prompt. logical_ids: integers [L, P], the experts of P physical ids in each MoE layer, for an
+    engine that answers with physical ids (SGLang before 0.5.10 with EPLB; later releases answer with experts).
 
     TraceError for an answer without routes, with another number of rows, layers or experts, with experts that are out
     of range or twice in a row, or with rows that no router has chosen (``refuse_uncaptured``).
@@ -69,14 +71,18 @@ def routes_from_sglang(
     if tokens is None and isinstance(prompt, list) and isinstance(output, list):
         tokens = [*prompt, *output]
     row_tokens = None if tokens is None or len(tokens) != total else tokens[start : total - 1]
-    trace = decode_routes(text, total - 1, shape, label, start, row_tokens)
+    trace = decode_routes(text, total - 1, shape, label, start, row_tokens, logical_ids)
     experts, present = np.zeros((total, *trace.experts.shape[1:]), trace.experts.dtype), np.zeros(total, bool)
     experts[start : total - 1], present[start : total - 1] = trace.experts, trace.row_mask
     return RoutingTrace.of_sets(experts, trace.num_experts, present, label)
 
 
-def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTrace:
-    """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError if it is of another shape."""
+def read_routes(
+    raw: bytes, shape: MoeShape, label: str = "routes", logical_ids: np.ndarray | None = None
+) -> RoutingTrace:
+    """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError if it is of another shape.
+    logical_ids: of ``routes_from_sglang``.
+    """
     per_row = 4 * shape.num_layers * shape.topk
     if len(raw) % per_row:
         raise TraceError(
@@ -88,16 +94,37 @@ def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> RoutingTr
     for layer in shape.dense_layers:
         if (whole[:, layer].any(1) & (rows != -1).any((1, 2))).any():
             raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
+    experts = np.arange(shape.num_experts)
+    table = np.broadcast_to(experts, (rows.shape[1], len(experts))) if logical_ids is None else np.asarray(logical_ids)
+    is_table = table.dtype.kind in "iu" and table.shape[:-1] == rows.shape[1:2]
+    if logical_ids is not None and not (is_table and np.isin(table, experts).all()):
+        form = f"integers [{rows.shape[1]} MoE layers, physical ids] in 0..{shape.num_experts - 1}"
+        raise TraceError(f"{label}: logical_ids are {table.dtype} {list(table.shape)}, expected {form}")
+    if rows.size and rows.max() >= table.shape[1]:
+        raise TraceError(
+            f"{label}: expert id {rows.max()}, expected at most {table.shape[1] - 1}. Either the server runs another "
+            "model, or it answers with physical ids, of redundant or moved experts (EPLB): give logical_ids, its whole "
+            "table of physical to logical ids, or take SGLang 0.5.10 or later"
+        )
+    if logical_ids is not None:
+        rows = np.where(rows < 0, rows, table.astype(np.int32)[np.arange(len(table))[:, None], rows])
     return RoutingTrace.of_rows(rows, shape.num_experts, label)
 
 
 def decode_routes(
-    text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0, tokens: Sequence[int] | None = None
+    text: str,
+    num_rows: int,
+    shape: MoeShape,
+    label: str,
+    known_rows: int = 0,
+    tokens: Sequence[int] | None = None,
+    logical_ids: np.ndarray | None = None,
 ) -> RoutingTrace:
     """Return the routes of the MoE layers without the known rows; ``present`` is None if no row is missing.
 
     ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. Servers before 0.5.12 send the
-    known rows too, which are cut off. ``tokens``: those of the rows, if they are known. Raise TraceError for damaged
+    known rows too, which are cut off. ``tokens``: those of the rows, if they are known. ``logical_ids``: of
+    ``routes_from_sglang``. Raise TraceError for damaged
     text, for another number of rows, layers or experts, for routes in a dense layer, and as ``refuse_uncaptured``.
     """
     if len(text) > (longest := longest_text(num_rows, shape)):
@@ -106,7 +133,10 @@ def decode_routes(
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
-    trace = _decode_short(raw, shape, label) if is_compact(raw) else read_routes(raw, shape, label)
+    is_short = is_compact(raw)
+    if is_short and logical_ids is not None:
+        raise TraceError(f"{label}: megarl's plugin answers with experts: leave logical_ids out")
+    trace = _decode_short(raw, shape, label) if is_short else read_routes(raw, shape, label, logical_ids)
     expected = num_rows - known_rows
     if len(trace.experts) not in (num_rows, expected):
         raise TraceError(

@@ -22,7 +22,7 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
 from megarl.megatron.distributed import all_sum
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
-from megarl.replay import MicroRoutes
+from megarl.replay import MicroRoutes, RouterScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class FirstPass:
     mistake: AgreementError | None
     """Wrong routes of the rank, found by replay, for the tripwires."""
     metrics: dict[str, Stat]
+    scores: list[RouterScores] = field(default_factory=list)
+    """Of the experts in use, for ``router_drift``; empty if the objective reads none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class MiniBatch:
     """None until the first pass: the old-log-prob pass, or the forward pass of the update."""
     ref_logprobs: list[torch.Tensor] | None = None
     """As ``FirstPass.logprobs``, of the reference policy; None without a reference."""
+    router_drift: list[torch.Tensor] | None = None
+    """fp32 [T] by micro-batch, since the first pass; None if the objective reads none."""
     metrics: dict[str, Stat] = field(default_factory=dict)
     """Of drops and of the KL to the reference."""
 
@@ -110,6 +114,7 @@ class MiniBatch:
             to_device(batch.loss_mask, device),
             to_device(batch.cu_seqlens, device),
             None if self.ref_logprobs is None else self.ref_logprobs[index],
+            router_drift=None if self.router_drift is None else self.router_drift[index],
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from megarl.errors import AgreementError, MegarlError, ReplayError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.passes import forward
-from megarl.megatron.passes.micro_batches import MicroBatch
+from megarl.megatron.passes.micro_batches import MicroBatch, to_tokens
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import gather_shared
 from megarl.replay import Recording
@@ -49,6 +49,8 @@ class PassOutput:
     """What the routers did; None without recording or replay."""
     mistake: AgreementError | None = None
     """Routes that agree too little with the routers, if the tripwires judge routes."""
+    metrics: dict[str, Stat] = field(default_factory=dict)
+    """Of the whole pass."""
 
     @property
     def logprobs(self) -> list[torch.Tensor]:
@@ -109,14 +111,55 @@ def replayed(policy: Policy, mini: MiniBatch, checks: DeviceChecks | None = None
     return policy.replay.replay(mini.replayed, min_agreement=0.0, checked=True, checks=checks)
 
 
-def compared(policy: Policy, mini: MiniBatch, plan: StepPlan, checks: DeviceChecks | None = None) -> Routing:
-    """Return the routing of the first pass: replay (r3) or record, and compare the routers with the engine."""
+def compared(
+    policy: Policy, mini: MiniBatch, plan: StepPlan, checks: DeviceChecks | None = None, scored: bool = False
+) -> Routing:
+    """Return the routing of the first pass: replay (r3) or record, and compare the routers with the engine.
+
+    scored: record the routers' scores of the experts in use.
+    """
     if policy.replay is None:
         return nullcontext()
     if mini.routes is not None:
-        return policy.replay.replay(mini.routes, plan.writes_traces, compared=mini.routes, checked=True, checks=checks)
+        options: dict[str, Any] = {"compared": mini.routes, "checked": True, "checks": checks, "scored": scored}
+        return policy.replay.replay(mini.routes, plan.writes_traces, **options)
     keep = policy.config.train.replay == "r2" or plan.writes_traces
-    return policy.replay.record(keep=keep, compared=mini.engine_routes)
+    return policy.replay.record(keep=keep, compared=mini.engine_routes, scored=scored)
+
+
+def replaced_experts(policy: Policy, mini: MiniBatch, recording: Recording | None) -> dict[str, Stat]:
+    """Return the share of replayed experts that ``train.replay_min_score`` replaced in a pass; a collective call."""
+    if not policy.config.train.replay_min_score or policy.replay is None or recording is None or mini.replayed is None:
+        return {}
+    counts = np.concatenate(gather_shared([recording.replaced], mini.micro_batches, policy.replay.layers))
+    share = float(counts.sum()), float(counts.size * policy.shape.topk)
+    return Stat.means_of({"router/replaced_fraction": share})
+
+
+def router_drift(policy: Policy, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:
+    """Return ``mean |ln r_theta - ln r_old|`` over all layers and the experts of the first pass, fp32 [T] by
+    micro-batch: for each token, of the position that predicts it. A collective call, with a forward pass if the weights
+    have moved; else 0.
+    """
+    device, micros = torch.cuda.current_device(), mini.micro_batches
+    drift = [torch.zeros(micro.batch.num_tokens, device=device) for micro in micros]
+    if not has_moved:
+        return drift
+    assert policy.replay is not None, "check_fit refuses models and settings without the hook"
+    assert mini.first is not None, "passes before the first update have recorded scores"
+    scored = mini.first.scores
+    routing = policy.replay.record(keep=False, scored=scored)
+    if mini.replayed is not None:
+        routing = policy.replay.replay(mini.replayed, min_agreement=0.0, checked=True, scored=scored)
+    recording = run_pass(policy, mini, routing).recording
+    assert recording is not None
+    # On a pipeline stage of dense layers, no scores.
+    for index, (now, old) in enumerate(zip(recording.scores, scored, strict=True)):
+        by_row = (now.log_probs - old.log_probs).abs().mean(2).sum(1) / len(policy.shape.moe_layers)
+        drift[index] = to_tokens(by_row, micros[index])
+    lengths = [len(of_micro) for of_micro in drift]
+    total = distributed.all_sum(torch.cat(drift), parallel_state.get_pipeline_model_parallel_group())
+    return list(total.split(lengths))
 
 
 def ref_pass(policy: Policy, reference: FrozenModel, mini: MiniBatch) -> list[torch.Tensor]:
@@ -156,6 +199,7 @@ def compare_engines(policy: Policy, mini: MiniBatch, output: PassOutput, plan: S
         gaps=gaps,
         mistake=output.mistake,
         metrics=merge([*metrics, *flips]),
+        scores=[] if output.recording is None else output.recording.scores,
     )
 
 

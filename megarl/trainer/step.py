@@ -114,7 +114,7 @@ class TrainStep:
 
     def old_pass(self, plan: StepPlan, mini: MiniBatch) -> MiniBatch:
         """Run the old-log-prob pass over a mini-batch, and compare the engines there."""
-        routing = passes.compared(self.policy, mini, plan)
+        routing = passes.compared(self.policy, mini, plan, scored=self.objective.router_shift_floor is not None)
         output = passes.run_pass(self.policy, mini, routing, leaves_mistakes=self.tripwires.judges_routes)
         return replace(mini, first=passes.compare_engines(self.policy, mini, output, plan))
 
@@ -136,6 +136,8 @@ class TrainStep:
         if index and self._by_token and self.objective.kl_at == "theta":
             of_mini = judged and replace(judged, owned=[judged.owned[index]])
             [minis[index]] = self._set_token_advantages([minis[index]], of_mini, is_current=True)
+        if self.objective.router_shift_floor is not None:
+            minis[index] = replace(minis[index], router_drift=passes.router_drift(policy, minis[index], index > 0))
         is_first_pass = index == 0 and minis[0].first is None
         biases = policy.expert_biases() if is_first_pass else []
         biases_before = [buffer.clone() for buffer in biases]
@@ -152,7 +154,7 @@ class TrainStep:
                 output = self.backward(plan, minis, index)
         norm, lr = policy.optimizer_step(more_follow=index + 1 < len(minis))
         equal_on_ranks = Stat.means_of({"grad_norm": (norm, 1.0), "lr": (lr, 1.0)})
-        return minis, merge([equal_on_ranks, *(micro.metrics for micro in output.micros)])
+        return minis, merge([equal_on_ranks, output.metrics, *(micro.metrics for micro in output.micros)])
 
     def backward(
         self, plan: StepPlan, minis: Sequence[MiniBatch], index: int, advance: Advance | None = None
@@ -176,7 +178,7 @@ class TrainStep:
 
         self.policy.zero_grad()
         is_first_pass = index == 0 and mini.first is None
-        return passes.run_pass(
+        output = passes.run_pass(
             self.policy,
             mini,
             passes.compared(self.policy, mini, plan, checks)
@@ -187,6 +189,7 @@ class TrainStep:
             coefficients=weigh,
             on_micro_batch=advance and partial(advance, 1),
         )
+        return replace(output, metrics=passes.replaced_experts(self.policy, mini, output.recording))
 
     def _facts(self, mini: MiniBatch, has_moved: bool) -> BatchFacts | None:
         """Return what the objective must know of the whole mini-batch, on all ranks, beforehand; None if nothing."""

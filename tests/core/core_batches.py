@@ -30,6 +30,7 @@ def random_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenC
         loss_mask=torch.rand(total, generator=generator) >= masked,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         ref_logprobs=old + 0.5 * torch.randn(total, generator=generator, dtype=torch.float64),
+        router_drift=0.4 * torch.rand(total, generator=generator, dtype=torch.float64),
     )
 
 
@@ -64,12 +65,13 @@ def likely_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenC
         torch.tensor([0, *lengths]).cumsum(0),
         ref,
         TopK(top(mu), top(theta), has_token),
+        draw(0.2).abs(),
     )
 
 
 def columns_of(
     theta: Any, old: Any = 0.0, mu: Any = 0.0, advantages: Any = 1.0, mask: Any = None, cu_seqlens: Any = None,
-    ref: Any = None, below: float = 30.0,
+    ref: Any = None, below: float = 30.0, drift: Any = None,
 ) -> TokenColumns:  # fmt: skip
     """Columns of log-probabilities, all moved down so that each is one; numbers stand for all tokens."""
     size = len(theta)
@@ -83,6 +85,7 @@ def columns_of(
         torch.tensor([True] * size if mask is None else mask),
         torch.as_tensor([0, size] if cu_seqlens is None else cu_seqlens),
         None if ref is None else column(ref, below),
+        router_drift=None if drift is None else column(drift, 0.0),
     )
 
 
@@ -151,7 +154,10 @@ def slow_coefficients(objective: Objective, columns: TokenColumns) -> Tensor:
         parts_of = [rows(column, columns.cu_seqlens) for column in given]
         topk = [list(zip(*of_sequence, strict=True)) for of_sequence in zip(*parts_of, strict=True)]
     nested = reference_objectives.coefficients(
-        objective, *(rows(getattr(columns, name), columns.cu_seqlens) for name in names), topk=topk
+        objective,
+        *(rows(getattr(columns, name), columns.cu_seqlens) for name in names),
+        topk=topk,
+        router_drift=None if columns.router_drift is None else rows(columns.router_drift, columns.cu_seqlens),
     )
     return torch.tensor([value for row in nested for value in row], dtype=torch.float64)
 
@@ -236,12 +242,16 @@ def objectives(draw: Any) -> Objective:
         st.none() | st.floats(0.01, 1),
     )
     aggregation = draw(st.sampled_from(get_args(parts.Aggregation)))
+    tests = tuple(draw(st.lists(masks(), max_size=3)))
+    can_shift = any(factor.policies == "theta_old" for factor in many)
+    can_shift &= all(m.policies != "theta_old" or m.statistic in parts.RATIOS for m in tests)
     return Objective(
         "group_mean",
         aggregation,
-        tuple(draw(st.lists(masks(), max_size=3))),
+        tests,
         many,
         gate,
         tuple(draw(st.lists(penalty, max_size=2))),
         norm_length=7 if aggregation.endswith("norm") else None,
+        router_shift_floor=draw(st.none() | st.floats(0.6, 1.0)) if can_shift else None,
     )

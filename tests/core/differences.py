@@ -29,6 +29,7 @@ class Batch:
     top_mu: Rows
     """[tokens, K]."""
     top: Rows
+    drift: Rows
 
 
 Case = Callable[[Rows, Batch], float]
@@ -49,7 +50,9 @@ def batch_of(seed: int) -> tuple[TokenColumns, Batch]:
     ref = np.minimum(mu + 0.5 * generator.normal(size=len(owner)), -0.01)
     advantages = np.array([0.7, -1.1, 0.0, -0.6, 1.3])[generator.permutation(5)][owner]
     top_mu, top = np.log(generator.uniform(0.002, 0.02, (2, len(owner), 2)))
+    moved_routers = generator.uniform(0.0, 0.4, len(owner))
     arrays = {"lp": lp, "old": old, "mu": mu, "ref": ref, "a": advantages, "top_mu": top_mu, "top": top}
+    arrays["drift"] = moved_routers
     parts = {name: [each[(owner == n) & keep] for n in range(len(LENGTHS))] for name, each in arrays.items()}
     tensors = {name: torch.from_numpy(each) for name, each in arrays.items()}
     columns = TokenColumns(
@@ -58,6 +61,7 @@ def batch_of(seed: int) -> tuple[TokenColumns, Batch]:
         torch.tensor([0, *itertools.accumulate(LENGTHS)]),
         tensors["ref"],
         TopK(tensors["top_mu"], tensors["top"], torch.zeros(len(owner), dtype=torch.bool)),
+        tensors["drift"],
     )
     return columns, Batch(**parts)
 

@@ -156,13 +156,13 @@ def vespo(lp, at, old, mu, a):
     return product**k * np.exp(decay * (1 - product)) * a * lp
 
 
-def gmpo(lp: Rows, b: Batch) -> float:
-    """Differentiated as it is: the geometric mean of clipped ratios."""
+def gmpo(lp: Rows, b: Batch, floor: float = 1.0) -> float:
+    """Differentiated as it is: the geometric mean of clipped ratios, each times RSPO's max(e^-D, floor)."""
     values = []
-    for now, old, a in zip(lp, b.old, b.a, strict=True):
+    for now, old, a, drift in zip(lp, b.old, b.a, b.drift, strict=True):
         if not len(now):
             continue
-        logs = now - old
+        logs = now - old + np.log(np.maximum(np.exp(-drift), floor))
         clipped = np.where(a > 0, np.minimum(logs, 0.4), np.where(a < 0, np.maximum(logs, -0.4), logs))
         values.append(a[0] * np.exp(clipped.mean()))
     return sum(values) / len(values)
@@ -277,6 +277,7 @@ CASES: dict[str, Case] = {
     ),
     "m2po": m2po,
     "cppo": token("token-mean", cppo),
+    "rspo": lambda lp, b: gmpo(lp, b, 0.8),
     "minimal_mask": token(
         SUM,
         lambda lp, at, old, mu, a: ~((a < 0) & (np.exp(mu) - np.exp(at) >= 0.5)) * np.exp(lp - mu) * a,

@@ -330,6 +330,40 @@ class TestEntropy:
             policy_loss(variant("reinforce", entropy_coef=0.5), columns_of_probabilities([0.5]))
 
 
+@pytest.mark.parametrize(("floor", "drift"), [(0.8, [0.1, 0.5, -0.3]), (1.0, [0.1, 0.5, 2.0])])
+def test_routers_that_have_moved_make_a_ratio_smaller_down_to_the_floor(floor, drift):
+    """At A = 1 and ratio 1 the coefficient is the factor itself; the metric of the ratio has no factor."""
+    objective = variant("cispo", factors=(Factor("theta_old"),), router_shift_floor=floor)
+    result = coefficients(objective, columns_of([0.0] * 3, drift=drift))
+    expected = [max(math.exp(-max(d, 0.0)), floor) for d in drift]
+    assert (3 * result.values).tolist() == pytest.approx(expected, rel=1e-12)
+    metrics = finalize(result.metrics)
+    assert metrics["ratio/max"] == metrics["ratio/min"] == 1.0
+    assert metrics["router/drift"] == pytest.approx(sum(drift) / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gmpo", {"router_shift_floor": 0.0}),
+        ("gmpo", {"router_shift_floor": 1.1}),
+        ("minirl", {"router_shift_floor": 0.8}),
+        ("gmpo", {"router_shift_floor": 0.8, "masks": (Mask("theta_old", "tv", high=0.1),)}),
+    ],
+)
+def test_a_router_shift_that_no_ratio_takes_is_refused(name, changes):
+    with pytest.raises(ConfigError, match="router_shift_floor is"):
+        variant(name, **changes)
+
+
+def test_a_row_that_reads_the_drift_of_routers_is_refused_without_it():
+    columns = columns_of([0.0], drift=0.0)
+    with pytest.raises(ConfigError, match="needs the column router_drift"):
+        coefficients(OBJECTIVES["rspo"], dataclasses.replace(columns, router_drift=None))
+    with pytest.raises(NumericsError, match="router_drift is nan at token 0"):
+        coefficients(OBJECTIVES["rspo"], dataclasses.replace(columns, router_drift=columns.logprobs * math.nan))
+
+
 def test_a_row_that_reads_top_tokens_is_refused_without_them():
     with pytest.raises(ConfigError, match="topk"):
         coefficients(OBJECTIVES["dppo_topk"], columns_of_probabilities([0.05], mu=[0.15]))

@@ -91,7 +91,8 @@ def test_a_hundred_thousand_tokens_stay_finite(name, drift):
     old = torch.full((size + 1,), -2.0)
     signs = torch.cat([torch.ones(size), -torch.ones(1)])
     bounds = torch.tensor([0, size, size + 1])
-    columns = TokenColumns(old + drift, old, old, signs, torch.ones(size + 1, dtype=torch.bool), bounds, old)
+    everywhere, moved = torch.ones(size + 1, dtype=torch.bool), torch.full((size + 1,), 30.0)
+    columns = TokenColumns(old + drift, old, old, signs, everywhere, bounds, old, router_drift=moved)
     for objective in (variant(name), variant(name, masks=())):
         result = coefficients(objective, columns)
         assert torch.isfinite(result.values).all()

@@ -11,7 +11,8 @@ import pytest
 from megarl.errors import TraceError
 from megarl.files.hf_config import MoeShape
 from megarl.routes import RoutingTrace
-from megarl.routes.answers import routes_from_sglang
+from megarl.routes.answers import read_routes, routes_from_sglang
+from megarl.routes.codec import encode
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)
 PROMPT, RESPONSE = 5, 4
@@ -79,7 +80,16 @@ def test_turns_of_sglang_add_up() -> None:
         (sglang(routes(), prompt=PROMPT + 1), {}, "8 rows, expected 9"),
         (sglang(routes()[:, [1, 3]]), {}, "dense layer 0 has routes"),
         (sglang(routes()[:, :, :2]), {}, "no whole number of rows|rows, expected"),
-        (sglang(np.where(routes() == 15, 16, routes())), {}, r"experts \[.*16.*expected . different ones of 0 to 15"),
+        (sglang(np.where(routes() == 15, 16, routes())), {}, "expert id 16, expected at most 15.*physical ids.*EPLB"),
+        (sglang(routes()), {"logical_ids": np.zeros((2, 18), int)}, r"experts \[0, 0, 0\]"),
+        (
+            sglang(routes()),
+            {"logical_ids": np.zeros((4, 18), int)},
+            r"\[4, 18\], expected integers \[2 MoE layers",
+        ),
+        (sglang(routes()), {"logical_ids": np.zeros((2, 18))}, r"float64 \[2, 18\], expected integers"),
+        (sglang(routes()), {"logical_ids": np.full((2, 18), 16)}, r"physical ids\] in 0\.\.15"),
+        (sglang(routes()), {"logical_ids": np.arange(30).reshape(2, 15) % 16}, "expert id 15, expected at most 14"),
         (sglang(routes() * 0), {}, r"experts \[0, 0"),
         (sglang(filled(SMALL, slice(None))[:8]), {"shape": SMALL}, "of 8 different tokens"),  # without token ids
         (sglang(routes()), {"shape": MoeShape(4, (), 0, 0)}, "has no experts"),
@@ -89,6 +99,26 @@ def test_turns_of_sglang_add_up() -> None:
 def test_what_is_wrong_with_an_answer_of_sglang(answer: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         routes_from_sglang(answer, **{"shape": SHAPE} | options)
+
+
+def test_physical_ids_become_experts_by_the_table_of_the_engine() -> None:
+    """Each layer has an order of its own, and experts 3 and 7 two copies; a missing row stays missing."""
+    generator, rows, physical = np.random.default_rng(1), routes(), routes()
+    table = np.stack([generator.permutation([*range(16), 3, 7]) for _ in SHAPE.moe_layers])
+    for column, layer in enumerate(SHAPE.moe_layers):
+        for row, slot in np.ndindex(len(rows), SHAPE.topk):
+            physical[row, layer, slot] = generator.choice(np.flatnonzero(table[column] == rows[row, layer, slot]))
+    rows[2] = physical[2] = -1
+    assert physical.max() > 15
+    check(
+        routes_from_sglang(sglang(physical), SHAPE, logical_ids=table),
+        rows,
+        [True] * 2 + [False] + [True] * 5 + [False],
+    )
+    short = sglang(rows) | {}
+    short["meta_info"]["routed_experts"] = base64.b64encode(encode(read_routes(rows.tobytes(), SHAPE))).decode()
+    with pytest.raises(TraceError, match="plugin answers with experts"):
+        routes_from_sglang(short, SHAPE, logical_ids=table)
 
 
 HASHED = MoeShape(num_layers=4, moe_layers=(2, 3), num_experts=16, topk=3, exempt_layers=(0, 1))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,36 @@ def test_the_short_form_says_what_the_plain_one_says(sglang_server: Server, sgla
         assert np.array_equal(decode_routes(other, NUM_ROWS, shape, "short").experts, expected)
     if "input_ids" in changes:
         assert short[0] != short[1]
+
+
+PLACES = [[3, 1, 7, 0, 5, 2, 6, 4, 3, 7], [6, 2, 0, 1, 4, 7, 5, 3, 0, 1], [7, 6, 5, 4, 3, 2, 1, 0, 7, 6]]
+
+
+def test_moved_and_redundant_experts_keep_their_numbers_and_get_all_updates(
+    sglang_spec: ServerSpec, hostile_model: Path, weights: Weights, tmp_path: Path
+):
+    """By layer, which expert each of ten places holds: the server answers with experts, not with places."""
+    (tmp_path / "places.json").write_text(json.dumps({"physical_to_logical_map": PLACES}))
+    more = ["--ep-num-redundant-experts", "2", "--init-expert-location", str(tmp_path / "places.json")]
+    arguments = (*more, "--ep-dispatch-algorithm", "dynamic")
+    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log", extra_args=arguments)
+    config = json.loads((hostile_model / "config.json").read_text())
+    assert config["num_hidden_layers"] == len(PLACES)
+    with Server(spec) as server:
+        server.wait_ready(1200.0)
+        assert httpx.get(f"{server.url}/server_info", timeout=600.0).json()["ep_num_redundant_experts"] == 2
+        fleet = Fleet(urls=[server.url], source=hostile_model)
+        fleet.start()
+        settings = SGLangConfig(concurrency=16, deadline_s=600.0)
+        engine = SGLangEngine(fleet.urls, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
+        engine.update_weights(weights.items(), 0)
+        rollouts = engine.generate(make_requests(4, copies=2), PARAMS)
+        fleet.close()
+    oracle = oracle_of(hostile_model, weights)
+    assert same_sets(rollouts, oracle) == 1.0
+    assert logprob_gap(rollouts, oracle) < CLOSE
+    moved = np.array(PLACES)[np.arange(3)[:, None], rollouts[0].routed_experts]
+    assert not np.array_equal(np.sort(moved), np.sort(rollouts[0].routed_experts))  # places would be seen
 
 
 LOADED = (

@@ -43,6 +43,7 @@ def test_an_old_release_is_refused_and_a_newer_one_told():
     assert "newer than 0.5.23" in check_server(KEY | {"version": "0.6.0"}, tp=1)[1][0]
     drafts = KEY | {"version": "0.5.23", "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
     assert "speculative decoding" in check_server(drafts, tp=1)[1][0]
+    check_server(drafts | {"speculative_algorithm": "DSPARK"}, tp=1, routes=False)
     with pytest.raises(RolloutError, match="'None', expected a release number"):
         check_server({}, tp=1)
     check_server(KEY | {"version": "0.5.23", "tp_size": float("inf"), "moe_runner_backend": ["a"]}, tp=1)
@@ -61,6 +62,7 @@ def test_an_old_release_is_refused_and_a_newer_one_told():
         ({"enable_two_batch_overlap": True}, "half_batches"),
         ({"speculative_algorithm": "NGRAM"}, "tree_of_drafts"),
         ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, "tree_of_drafts"),
+        *(({"speculative_algorithm": name}, "drafts_without_routes") for name in ("DSPARK", "DFLASH", "ngram", "own")),
         ({"enable_hierarchical_cache": True}, "cache_beyond_the_gpu"),
         ({"radix_cache_backend": "mine"}, "cache_beyond_the_gpu"),
         ({"enable_watermark": True}, "watermark"),

@@ -43,10 +43,13 @@ class Token:
     """In its sequence, all tokens counted, from 0."""
     topk: tuple[Floats, Floats, bool] | None = None
     """ln mu and ln pi_theta of the sampler's top K tokens, and whether this token is one of them."""
+    router_shift: float = 0.0
+    """ln max(e^-D, floor)."""
 
     def log_ratio(self, policies: str) -> float:
         above, below = policies.split("_")
-        return clamp(getattr(self, above) - getattr(self, below), -20, 20)
+        plain = clamp(getattr(self, above) - getattr(self, below), -20, 20)
+        return plain + self.router_shift if policies == "theta_old" else plain
 
     def probabilities(self, policies: str) -> tuple[float, float]:
         above, below = policies.split("_")
@@ -274,6 +277,7 @@ def coefficients(
     loss_mask: Sequence[Sequence[bool]],
     ref_logprobs: Sequence[Floats],
     topk: Sequence[Sequence[tuple[Floats, Floats, bool]]] | None = None,
+    router_drift: Sequence[Floats] | None = None,
 ) -> list[list[float]]:
     """[M F S A - P] / D of every token of every sequence."""
     usable, sequences = [], []
@@ -285,6 +289,8 @@ def coefficients(
                 Token(
                     logprobs[n][t], old_logprobs[n][t], rollout_logprobs[n][t], ref_logprobs[n][t], advantages[n][t],
                     t, None if topk is None else topk[n][t],
+                    0.0 if o.router_shift_floor is None or router_drift is None
+                    else math.log(max(math.exp(-router_drift[n][t]), o.router_shift_floor)),
                 )
                 for t in loss_tokens
                 if logprobs[n][t] != -math.inf and old_logprobs[n][t] != -math.inf

@@ -23,7 +23,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4": {"parallel__pp": 4},
 }
 """The second of pp4's stages holds the dense layer alone: it has no router, but takes part in what is collective."""
-REPLAY = ("r3", "r2", "none")
+REPLAY: dict[str, dict[str, Any]] = {
+    **{mode: {"train__replay": mode} for mode in ("r3", "r2", "none")},
+    "r3 without weak experts": {"train__replay": "r3", "train__replay_min_score": 0.9},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +36,10 @@ def taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     jobs = [
         Job(name, 4 if name == "pp4" else 2, "train_jobs:steps", {"world": world, "variants": variants})
         for name, layout in LAYOUTS.items()
-        for variants in [{mode: {**layout, "train__replay": mode} for mode in REPLAY}]
+        for variants in [{mode: {**layout, **settings} for mode, settings in REPLAY.items()}]
     ]
     ended = run_jobs(jobs, tmp_path_factory.mktemp("layouts"))
-    alone = steps(world, {mode: {"train__replay": mode} for mode in REPLAY})
+    alone = steps(world, REPLAY)
     return {"single": alone, **{name: ended[name].checked() for name in LAYOUTS}}
 
 
@@ -68,6 +71,11 @@ def test_router_disagreement_is_the_same_in_every_layout(taken: dict[str, dict[s
         for name in ("rollout/k1", "rollout/k3", "rollout/entropy"):
             assert found[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), (replay, name)
     assert taken[layout]["r3"].step["router/flip"] == 0.0
+    weak = taken[layout]["r3 without weak experts"]
+    assert "router/replaced_fraction" not in taken[layout]["r3"].updates[0]
+    first = weak.updates[0]["router/replaced_fraction"]
+    assert first == pytest.approx(taken["single"]["r3 without weak experts"].updates[0]["router/replaced_fraction"])
+    assert 0 < first < 0.2
 
 
 ROW_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

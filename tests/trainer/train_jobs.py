@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 from local_engines import local_engine
 from safetensors.torch import load_file, save_file
-from train_world import NUM_GROUPS, NUM_SEQUENCES, Taken, World, layout, take_step, training, weights_of
+from train_world import NUM_GROUPS, NUM_SEQUENCES, Going, Taken, World, layout, take_step, training, weights_of
 from transformers import AutoConfig
 
 from megarl.config import Config
@@ -48,6 +48,29 @@ def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     for name, overrides in variants.items():
         with training(world.settings(**overrides)) as step:
             found[name] = take_step(step, world.rollouts())
+    return found
+
+
+def drifts(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """By variant, after the first update: drift of the routers [t] by sequence of the second mini-batch, and weights.
+
+    Also the metrics of the second update.
+    """
+    found = {}
+    for name, overrides in variants.items():
+        with training(world.settings(train__objective="rspo", optim__lr=0.01, **overrides)) as step:
+            going = Going(step, world.rollouts("fp32")).look()
+            first = going.collect_update(0)
+            weights = weights_of(step.policy)
+            metrics = going.collect_update(1)
+            mini, mine = going.minis[1], {}
+            for micro, drift in zip(mini.micro_batches, mini.router_drift or [], strict=True):
+                parts = np.split(drift.numpy(), micro.batch.cu_seqlens[1:-1].tolist())
+                mine |= {going.owned[1][row]: part for row, part in zip(micro.sequences, parts, strict=True)}
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, mine)
+            by_sequence = {sequence: part for of_rank in ranks for sequence, part in of_rank.items()}
+            found[name] = {"drift": by_sequence, "weights": weights, "metrics": (first, metrics)}
     return found
 
 

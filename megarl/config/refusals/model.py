@@ -25,6 +25,7 @@ def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterato
         yield config.row("no_routes_to_compare", shape.moe_layers and is_set and not can_compare, key=key)
     for name, is_set in (
         ("dense_replay", config.train.replay != "none"),
+        ("dense_router_shift", config.train.resolved_objective.router_shift_floor),
         ("dense_native_flip", watches),
         ("dense_traces", every),
         ("dense_ep", config.parallel.ep > 1),

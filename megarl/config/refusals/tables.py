@@ -120,8 +120,10 @@ def _replay(config: Tables) -> Iterator[Row]:
     train, replay = config.train, config.train.replay
     has_reference = replay != "none" and train.resolved_objective.needs_ref_logprobs
     yield config.row("replay_reference", train.replay_reference and not has_reference)
+    yield config.row("replay_min_score", train.replay_min_score and replay == "none")
     yield config.row("r3_of_engine", replay == "r3" and not config.rollout.engine_kind.routes)
-    for blocker in replay_blockers(config.megatron) if replay != "none" else ():
+    reads_scores = train.resolved_objective.router_shift_floor is not None
+    for blocker in replay_blockers(config.megatron) if replay != "none" or reads_scores else ():
         field, reason = blocker.setting, blocker.reason
         yield config.row("replay_blocker", True, field=field, value=config.megatron.get(field), reason=reason)
 
@@ -132,6 +134,7 @@ def _old_logprobs(config: Tables) -> Iterator[Row]:
     yield config.row("old_mu_with_r2", train.replay == "r2")
     yield config.row("old_mu_with_token_kl", objective.advantage == "token_level_kl")
     yield config.row("old_mu_with_its_ratio", "old_mu" in objective.pairs)
+    yield config.row("old_mu_with_router_shift", objective.router_shift_floor)
     yield config.row("old_mu_with_traces", config.log.traces_every and train.mini_batches > 1)
 
 

@@ -43,6 +43,9 @@ class TrainConfig(Table):
     replay: Literal["none", "r2", "r3"] = "r3"
     """Experts in training: the routers' own choice (none; the only value for dense models), the choice of the
     old-log-prob pass (r2), or the engine's (r3)."""
+    replay_min_score: float = Field(default=0.0, ge=0, le=1)
+    """Least score of a replayed expert, as a share of the weakest score in the training router's own top K; the best of
+    the own top K take the place of other experts (docs/replay.md). 0 replays all experts."""
     replay_reference: bool = False
     """Whether a reference policy uses the replayed experts too: the KL at equal weights is then exactly 0. Otherwise
     the reference policy routes natively."""

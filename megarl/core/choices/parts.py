@@ -221,6 +221,10 @@ class Objective:
     """Of the standard deviation in "grpo", "token_level_kl" and "process": 1 unbiased, 0 population."""
     std_eps: float = 1e-6
     """Added to the standard deviation."""
+    router_shift_floor: float | None = None
+    """RSPO's factor of every ratio theta/old of a token, before clips and means: ``max(e^-D, router_shift_floor)``
+    without gradient, with D the mean over layers and old experts of ``|ln r_theta - ln r_old|`` (r: the router's
+    probabilities; column ``router_drift``). None: 1."""
     prefix_grad: bool = False
     """With a factor over the prefix or the future: differentiate all tokens of the factor, as the formula literally
     says, instead of the current token."""
@@ -351,7 +355,11 @@ def _check_product(o: Objective) -> None:
 
 def _check_advantage(o: Objective) -> None:
     by_token, length = o.advantage == "token_level_kl", o.norm_length
+    floor = o.router_shift_floor
+    mixed = [m for m in o.records if m.policies == "theta_old" and m.statistic not in RATIOS]
+    is_read = "theta_old" in {factor.policies for factor in o.factors}
     rules = {
+        "router_shift_floor": floor is not None and (not 0 < floor <= 1 or mixed or not is_read),
         "kl_coef": by_token != (o.kl_coef > 0),
         "two_kls": by_token and o.penalties,
         "positive": o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES,

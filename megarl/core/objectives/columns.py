@@ -6,6 +6,7 @@ checked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial, reduce
@@ -56,19 +57,21 @@ class TokenColumns:
     """[T], log pi_ref, for a KL penalty."""
     topk: TopK | None = None
     """For masks that compare the sampler's top K tokens."""
+    router_drift: Tensor | None = None
+    """[T], D of ``Objective.router_shift_floor``, from 0 up, of the routers at the position that predicts the token."""
 
     def __post_init__(self) -> None:
         logprobs = self.logprobs
-        for name, column in {**self.float_columns(), "loss_mask": self.loss_mask}.items():
+        columns = {**self.float_columns(), "loss_mask": self.loss_mask}
+        for name, column in columns.items():
             if column.shape != logprobs.shape or column.dim() != 1:
                 raise ValueError(f"{name} is {list(column.shape)}, expected [T] like logprobs {list(logprobs.shape)}")
             if name != "loss_mask" and not column.is_floating_point():
                 raise ValueError(f"{name} is {column.dtype}, expected floating point: give {name}.float()")
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool: give loss_mask.bool()")
-        for name in ("old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "cu_seqlens", "ref_logprobs"):
-            column = getattr(self, name)
-            if column is not None and column.device != logprobs.device:
+        for name, column in (*columns.items(), ("cu_seqlens", self.cu_seqlens)):
+            if column.device != logprobs.device:
                 remedy = f"give {name}.to(logprobs.device)"
                 raise ValueError(f"{name} is on {column.device}, logprobs on {logprobs.device}: {remedy}")
         if self.topk is not None and not (
@@ -83,12 +86,12 @@ class TokenColumns:
     def of_padded(cls, logprobs: Tensor, batch: Mapping[str, Any]) -> TokenColumns:
         """Flatten a padded batch of b sequences: logprobs [b, s], other columns [b, s] by their names in ``batch``.
 
-        ``loss_mask`` is False on padding. ``ref_logprobs`` may be absent. ValueError if another column is absent or
-        has another shape.
+        ``loss_mask`` is False on padding. ``ref_logprobs`` and ``router_drift`` may be absent. ValueError if another
+        column is absent or has another shape.
         """
         if logprobs.dim() != 2:
             raise ValueError(f"logprobs is {list(logprobs.shape)}, expected [b, s]; packed columns need no of_padded")
-        names = ["old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "ref_logprobs"]
+        names = ["old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "ref_logprobs", "router_drift"]
         if missing := [name for name in names[:4] if name not in batch]:
             raise ValueError(
                 f"the batch has no {missing[0]}, expected {', '.join(names[:4])}, each {list(logprobs.shape)}"
@@ -102,7 +105,7 @@ class TokenColumns:
 
     def float_columns(self) -> dict[str, Tensor]:
         """Return the floating-point columns [T] by name."""
-        names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs")
+        names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs", "router_drift")
         return {name: column for name in names if (column := getattr(self, name)) is not None}
 
 
@@ -155,6 +158,7 @@ class TokenState:
     """int64 [N+1]."""
     ref_logprobs: Tensor | None = None
     topk: TopK | None = None
+    router_drift: Tensor | None = None
 
     def pair(self, policies: Policies) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities [T] of both policies."""
@@ -180,16 +184,16 @@ def prepare(
     """
     state, bounds, collected = token_state(columns), columns.cu_seqlens, DeviceChecks() if checks is None else checks
     floats = {name: column.detach() for name, column in columns.float_columns().items()}
-    advantages = floats.pop("advantages")
-    # NaN where the advantage is not finite, or where a log-probability is NaN; else the largest value, or 0.
-    largest = reduce(torch.maximum, floats.values(), advantages * 0)
+    finite = [floats.pop(name) * 0 for name in _FINITE if name in floats]
+    # NaN where an advantage or a drift is not finite, or where a log-probability is NaN; else the largest value, or 0.
+    largest = reduce(torch.maximum, [*floats.values(), *finite])
     # The details are computed only after a failure.
     if bounds.is_cuda:
         arguments = bounds, largest.numel()
         collected.add(ratios.is_wrong_cu_seqlens(*arguments), partial(ratios.check_cu_seqlens, *arguments))
     collected.add((columns.loss_mask & ~ratios.is_logprob(largest)).any(), partial(_refuse_values, columns))
     if objective is not None and objective.advantage in NON_NEGATIVE_ADVANTAGES:
-        is_negative = (columns.loss_mask & (advantages < 0)).any()
+        is_negative = (columns.loss_mask & (columns.advantages < 0)).any()
         collected.add(is_negative, partial(_refuse_negative_advantages, objective, columns))
     if denominators is not None:
         num_tokens, num_sequences = counts = count_loss_tokens(state.usable, bounds)
@@ -198,6 +202,10 @@ def prepare(
     if checks is None:
         collected.require()
     return state
+
+
+_FINITE = ("advantages", "router_drift")
+"""Columns with finite numbers; the others hold log-probabilities."""
 
 
 def token_state(columns: TokenColumns) -> TokenState:
@@ -219,10 +227,10 @@ def _refuse_denominators(denominators: Denominators, counts: Tensor) -> None:
 
 def _refuse_values(columns: TokenColumns) -> None:
     for name, column in columns.float_columns().items():
-        bad = columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else ratios.is_logprob(column))
+        bad = columns.loss_mask & ~(torch.isfinite(column) if name in _FINITE else ratios.is_logprob(column))
         if bool(bad.any()):
             error = NumericsError(f"{ratios.describe_first(name, column, bad)}, expected a finite number")
-            raise error if name == "advantages" else ratios.logprob_error(name, column, bad)
+            raise error if name in _FINITE else ratios.logprob_error(name, column, bad)
 
 
 def _refuse_negative_advantages(objective: Objective, columns: TokenColumns) -> None:
@@ -282,10 +290,13 @@ def check_returned(
 
 
 class PolicyRatios:
-    """Ratios of a batch, [T]; log-ratios, computed once each, are 0 on tokens without training."""
+    """Ratios of a batch, [T]; log-ratios, computed once each, are 0 on tokens without training.
 
-    def __init__(self, state: TokenState) -> None:
-        self._state = state
+    router_shift_floor: of ``Objective``, multiplies theta/old of every token.
+    """
+
+    def __init__(self, state: TokenState, router_shift_floor: float | None = None) -> None:
+        self._state, self._floor = state, router_shift_floor
         self._cache: dict[tuple[Policies, Scope], Tensor] = {}
         self.count = torch.count_nonzero(state.keep)
         """int64 [], tokens that train."""
@@ -301,6 +312,8 @@ class PolicyRatios:
             if scope == "token":
                 numerator, denominator = self._state.pair(policies)
                 log_ratio = (numerator - denominator).clamp_(-ratios.LOG_RATIO_BOUND, ratios.LOG_RATIO_BOUND)
+                if policies == "theta_old" and self._floor is not None and self._state.router_drift is not None:
+                    log_ratio = log_ratio - self._state.router_drift.clamp(0, -math.log(self._floor))
             else:
                 log_ratio = ratios.aggregate(scope, self.log(policies), self._state.keep, self._state.cu_seqlens)
             self._cache[policies, scope] = log_ratio

@@ -76,7 +76,8 @@ def try_functions(
     advantages = signs.clamp(min=0) if objective.advantage in NON_NEGATIVE_ADVANTAGES else signs
     ref = logprobs - 0.2 if objective.needs_ref_logprobs else None
     policies = logprobs, logprobs - 0.1 * signs, logprobs - 0.2 * signs
-    columns = TokenColumns(*policies, advantages, logprobs < -0.2, bounds, ref)
+    drift = None if objective.router_shift_floor is None else -logprobs
+    columns = TokenColumns(*policies, advantages, logprobs < -0.2, bounds, ref, router_drift=drift)
     if function is not None:
         function_coefficients(function, objective, columns)
     elif objective.own_functions:

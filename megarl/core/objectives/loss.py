@@ -115,7 +115,7 @@ def state_coefficients(
     loss_mask: bool [T], of the original columns; other arguments and ConfigError as in ``coefficients``.
     """
     check_columns(objective, state)
-    ratios = PolicyRatios(state)
+    ratios = PolicyRatios(state, objective.router_shift_floor)
     if facts is None:
         facts = _find_facts(objective, [(state, ratios)], lambda sums: sums)
     weight, weight_metrics = weights.importance_weight(objective, state, ratios, facts.exponents, facts.means)
@@ -132,7 +132,10 @@ def state_coefficients(
     names = ("loss_tokens", "logprobs/invalid", "logprobs/dropped")
     metrics = {name: Stat.total(count) for name, count in zip(names, counts.double().unbind(), strict=True)}
     metrics |= Stat.means({"tis/kept_weight": weight}, torch.count_nonzero(trusted.counted))
-    metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
+    plain = ratios if objective.router_shift_floor is None else PolicyRatios(state)
+    metrics |= {"ratio": Stat.ratio(plain.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
+    if state.router_drift is not None:
+        metrics["router/drift"] = Stat.mean(state.router_drift, state.keep)
     for penalty in objective.penalties:
         if penalty.coef:
             gradient, kl_metrics = weights.kl_penalty(penalty, state, ratios)
@@ -152,7 +155,7 @@ def gather_facts(
     """
     if not objective.beforehand:
         return None
-    batches = [(state, PolicyRatios(state)) for state in map(prepare, micro_batches)]
+    batches = [(state, PolicyRatios(state, objective.router_shift_floor)) for state in map(prepare, micro_batches)]
     facts = _find_facts(objective, batches, total)
     if not objective.leaves:
         return facts
@@ -197,6 +200,8 @@ def check_columns(objective: Objective, state: TokenState) -> None:
             "objective: a penalty to the reference needs the column ref_logprobs, which the batch does not have; "
             "compute the reference policy's log-probabilities, or choose an objective without a KL"
         )
+    if state.router_drift is None and objective.router_shift_floor is not None:
+        raise ConfigError("objective: router_shift_floor needs the column router_drift (RoutingReplay, option scored)")
     if state.topk is None and objective.needs_topk:
         raise ConfigError(
             "objective: a mask of the sampler's top K tokens needs the column topk (TokenColumns.topk), which the "

@@ -108,7 +108,7 @@ def check_server(
     if not _has_key(info):
         warnings.append("no API key: whoever reaches the server can replace its weights; start it with --api-key")
     if info.get("speculative_algorithm") is not None:
-        warnings.append("speculative decoding: megarl was never tried with it; watch rollout/k3")
+        warnings.append("speculative decoding: megarl was never tried with it; watch rollout/k3 (docs/sglang.md)")
     if version > NEWEST:
         warnings.append(f"SGLang {text} is newer than {dotted(NEWEST)}, the last release that megarl was tried with")
     return version, warnings

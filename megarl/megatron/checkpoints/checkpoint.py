@@ -176,7 +176,7 @@ class FrozenModel:
             load_hf(self.chunks, self.shape, folder)
         else:
             self.step = load_weights(folder, self.chunks, self.shape)
-        self.replay = RoutingReplay(self.chunks) if replays else None
+        self.replay = RoutingReplay(self.chunks, min_score=config.train.replay_min_score) if replays else None
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, whole [...], under Hugging Face names, on ranks that ``receive``; a collective call."""
