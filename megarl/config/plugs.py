@@ -68,6 +68,8 @@ class EngineKind:
     together. A string "package.module:name" is imported when the run starts."""
     routes: bool = False
     """Returns the experts of every token; train.replay = "r3" needs them."""
+    gates: bool = False
+    """Returns the gate weights of these experts if ``SamplingParams.return_gate_weights`` is set: train.replay_gates."""
     fp8: bool = False
     """Can round its weights through FP8: rollout.fp8_rounding."""
     fp8_arithmetic: bool = False

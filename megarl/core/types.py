@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # routing traces are read where torch is not installed
     import torch
 
 FinishReason = Literal["stop", "length", "abort"]
+REPLAYED = ("routed_experts", "gate_weights")
+"""Columns of a rollout that stay on the rank that sampled it, until each row travels to the layers that replay it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class Rollout:
     """int32 [T], how many vocabulary ids each token was drawn from; 0 stands for the whole vocabulary. None: all 0."""
     kept_ids: np.ndarray | None = None
     """int32 [M], these ids, token after token (``megarl.core.packing``); None without kept_counts."""
+    gate_weights: np.ndarray | None = None
+    """float32 [T, L, K], by which the engine multiplied the output of each of routed_experts, in their order; all
+    scaling included. None if they were not requested."""
 
     @property
     def label(self) -> str:

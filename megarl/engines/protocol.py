@@ -30,6 +30,8 @@ class SamplingParams:
     max_kept_ids: int | None = None
     """With top_p below 1: rollouts carry the ids of each token's nucleus, at most this number per response (a larger
     number is an error). None: rollouts carry no ids."""
+    return_gate_weights: bool = False
+    """Whether rollouts with experts carry their gate weights too."""
 
     @property
     def has_nucleus(self) -> bool:

@@ -2,7 +2,8 @@
 
 A row is the experts of one token in the MoE layers. A ``Placement``, a few integers per sequence, says which rows a
 rank has or wants. Ranks exchange placements and compute the rest. Then each row is sent once, as one byte per expert
-(two above 256 experts). A loop that builds ``MicroRoutes`` itself needs nothing of this.
+(two above 256 experts); further columns of the row travel with it, as bytes. A loop that builds ``MicroRoutes`` itself
+needs nothing of this.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.devices import to_device
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import REPLAYED, Rollout, TrainBatch
 from megarl.errors import TraceError
 from megarl.megatron.distributed import gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
@@ -115,6 +116,18 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     return result.transpose(0, 1).contiguous().transpose(0, 1)  # each replay of it reads one layer at a time
 
 
+def exchange_columns(
+    have: Placement, columns: Sequence[torch.Tensor], want: Placement, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """``exchange`` of columns [R_have, L_have, ...], 3-dimensional and of any dtypes, which travel together."""
+    parts = [column.contiguous().view(torch.uint8) for column in columns]
+    received = exchange(have, torch.cat(parts, 2), want, group).transpose(0, 1)
+    found = zip(received.split([part.size(2) for part in parts], 2), columns, strict=True)
+    # Copies, because a slice may begin where its dtype cannot.
+    contiguous = torch.contiguous_format
+    return [part.clone(memory_format=contiguous).view(column.dtype).transpose(0, 1) for part, column in found]
+
+
 def _find_common(
     have: Placement, rows: np.ndarray, want: Placement, wanted_rows: np.ndarray
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -144,8 +157,8 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
     return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
 
 
-def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
-    """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
+def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool = False) -> None:
+    """TraceError naming the first rollout whose routes, or gate weights, cannot be of this model; before a step."""
     expected = (len(shape.moe_layers), shape.topk)
     for r in rollouts:
         if (experts := r.routed_experts) is None:
@@ -158,34 +171,49 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
                 f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
                 f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
+        rows = slice(None) if r.routed_mask is None else r.routed_mask
+        if gates and (r.gate_weights is None or not np.isfinite(r.gate_weights[rows]).all()):
+            found = "none" if r.gate_weights is None else "some that are not finite"
+            raise TraceError(f"{r.label}: of gate weights found {found}, expected one for each expert of a row")
 
 
 def deliver_routes(
-    rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+    rollouts: Sequence[Rollout],
+    micro_batches: Sequence[MicroBatch],
+    layers: Sequence[int],
+    shape: ModelShape,
+    gates: bool = False,
 ) -> list[MicroRoutes]:
     """R3: bring routes from the ranks that sampled to the ranks that replay; a collective call of a model copy.
 
     ``rollouts`` are the mini-batch that ``micro_batches`` split, each with ``routed_experts`` on at least one rank.
+    gates: bring ``gate_weights``, too.
     """
-    local_routes = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
-    dtype = narrow_dtype(shape.num_experts, signed=True)
-    empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
-    local_rows = np.concatenate([empty, *local_routes.values()], dtype=dtype, casting="unsafe")
-    have = Placement.of_sequences([*local_routes], [*map(len, local_routes.values())], shape.moe_layers)
+    local = {index: rollout for index, rollout in enumerate(rollouts) if rollout.routed_experts is not None}
+    dtypes = (narrow_dtype(shape.num_experts, signed=True), np.float32)[: 1 + gates]
+    columns = []
+    for name, dtype in zip(REPLAYED, dtypes, strict=False):
+        empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
+        rows = [empty, *(getattr(rollout, name) for rollout in local.values())]
+        columns.append(torch.from_numpy(np.concatenate(rows, dtype=dtype, casting="unsafe")))
+    have = Placement.of_sequences([*local], [rollout.num_tokens for rollout in local.values()], shape.moe_layers)
     want = Placement.of_micro_batches(micro_batches, layers)
-    received = exchange(have, torch.from_numpy(local_rows), want, model_group()).split(want.rows_by_piece())
-    return [
-        select_routes(router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp), experts, micro.batch)
-        for micro, experts in zip(micro_batches, received, strict=True)
-    ]
+    received = exchange_columns(have, columns, want, model_group())
+    by_micro = zip(*(column.split(want.rows_by_piece()) for column in received), strict=True)
+    tokens = [router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp) for micro in micro_batches]
+    parts = zip(tokens, by_micro, micro_batches, strict=True)
+    return [select_routes(token, rows[0], micro.batch, *rows[1:]) for token, rows, micro in parts]
 
 
-def select_routes(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
-    """Experts [T_local, L_local, K] of ``router_tokens`` as MicroRoutes; missing rows and padding are not present."""
+def select_routes(
+    token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch, gates: torch.Tensor | None = None
+) -> MicroRoutes:
+    """Experts and gates [T_local, L_local, K] of ``router_tokens`` as MicroRoutes; missing rows and padding are not
+    present."""
     assert batch.routed_mask is not None
     place = token.clamp(min=0)
     present = (token >= 0) & batch.routed_mask[place]
-    return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place])
+    return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place], gates)
 
 
 def gather_shared(

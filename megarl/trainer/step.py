@@ -66,6 +66,7 @@ class TrainStep:
         """
         config, replay, shape = self.config, self.policy.replay, self.policy.shape
         is_r3, is_recorded = config.train.replay == "r3", all(map(has_routes, rollouts))
+        with_gates = config.train.replay_gates
 
         def check_and_pack() -> TrainBatch:
             if not rollouts:
@@ -74,7 +75,7 @@ class TrainStep:
                     "lower train.mini_batches or raise rollout.prompts_per_step"
                 )
             if is_r3 or is_recorded:
-                check_rollouts(rollouts, shape)
+                check_rollouts(rollouts, shape, with_gates)
             batch = pack(rollouts, advantages)
             if is_r3:
                 check_missing_rows(batch, config.train.max_missing_rows)
@@ -86,7 +87,7 @@ class TrainStep:
         keys = np.array([(rollout.group, rollout.sample) for rollout in rollouts], float)
         engine_routes = None
         if replay is not None and is_recorded:
-            engine_routes = deliver_routes(rollouts, micro_batches, replay.layers, shape)
+            engine_routes = deliver_routes(rollouts, micro_batches, replay.layers, shape, with_gates)
         return MiniBatch(micro_batches, denominators, keys, engine_routes, engine_routes if is_r3 else None)
 
     def look(

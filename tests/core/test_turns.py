@@ -92,9 +92,9 @@ def test_turns_that_do_not_go_together_are_errors() -> None:
         join(FIRST, replace(LATER, tokens=LATER.tokens + (np.arange(9) == 1)))
     with pytest.raises(TraceError, match="the prompt of 3 tokens does not begin with the 4 tokens"):
         join(FIRST, turn(prompt=3, size=9, version=5, rows=range(8)))
-    with pytest.raises(TraceError, match="one turn has routes here and the other has none"):
+    with pytest.raises(TraceError, match="one turn has routed_experts here and the other has none"):
         join(FIRST, replace(LATER, routed_experts=None, routed_mask=None))
-    with pytest.raises(TraceError, match=r"routes of \[2, 2\] and \[1, 2\] layers"):
+    with pytest.raises(TraceError, match=r"routed_experts of \[2, 2\] and \[1, 2\] layers"):
         join(FIRST, replace(LATER, routed_experts=LATER.routed_experts[:, :1]))  # type: ignore[index]
 
 

@@ -43,6 +43,10 @@ class TrainConfig(Table):
     replay: Literal["none", "r2", "r3"] = "r3"
     """Experts in training: the routers' own choice (none; the only value for dense models), the choice of the
     old-log-prob pass (r2), or the engine's (r3)."""
+    replay_gates: bool = False
+    """Whether r3 replays the engine's gate weights too: their values are the rollout's, their gradients the router's
+    own. Closes more of the gap between the engines, and hides how the router has changed since the rollout
+    (docs/replay.md)."""
     replay_reference: bool = False
     """Whether a reference policy uses the replayed experts too: the KL at equal weights is then exactly 0. Otherwise
     the reference policy routes natively."""

@@ -146,8 +146,8 @@ def decode(
     columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
     columns.append(torch.cat(logprobs).float().cpu().numpy())
     if recorder is not None:
-        routes, drawn_as = recorder.take(), np.arange(ids.size, ids.size + len(columns[0]) - len(owners))
-        columns.append(routes[np.concatenate([read_as, drawn_as])])
+        rows = np.concatenate([read_as, np.arange(ids.size, ids.size + len(columns[0]) - len(owners))])
+        columns += [column[rows] for column in recorder.take()]
     return _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
 
 
@@ -161,8 +161,8 @@ def _cut_into_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
 
-    columns: request, token, log-probability and, if recorded, experts of each token; first the ``num_read`` tokens of
-    all prompts, then step after step, as ``kept_steps``.
+    columns: request, token, log-probability and, if recorded, experts and gate weights of each token; first the
+    ``num_read`` tokens of all prompts, then step after step, as ``kept_steps``.
     """
     owners = columns[0]
     order, ends = np.argsort(owners, kind="stable"), np.bincount(owners).cumsum()
@@ -175,14 +175,15 @@ def _cut_into_rollouts(
         ids = ids[np.argsort(np.repeat(owners[num_read:], counts), kind="stable")].astype(np.int32)
         kept_ids = np.split(ids, kept_counts.cumsum()[ends[:-1] - 1])
     generated, versions = order >= num_read, np.full(len(order), version, np.int32)
-    experts = [*routes, np.ones(len(order), bool)] if routes else [None, None]
+    experts, gates = (*routes, None, None)[:2]
+    mask = None if experts is None else np.ones(len(order), bool)
     bounds = [0, *ends.tolist()]
-    whole = [tokens, generated, logprobs, *experts, versions, kept_counts]
+    whole = [tokens, generated, logprobs, experts, mask, versions, kept_counts, gates]
     views = [empty if column is None else [column[i:j] for i, j in pairwise(bounds)] for column in whole]
     reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
     groups, samples = [request.group for request in requests], [request.sample for request in requests]
-    *first, counts = views
-    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids)]
+    *first, counts, gate_weights = views
+    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, gate_weights)]
 
 
 def _sample(
@@ -276,7 +277,7 @@ class Noise:
 
 
 class RouteRecorder:
-    """Records the expert ids in the calls of each MoE layer of a transformers model.
+    """Records the expert ids, and the gate weights if asked, in the calls of each MoE layer of a transformers model.
 
     The hooks sit on the modules that hold the experts, not on the routers: some routers return logits only and leave
     the choice to the block around them, but every block calls ``experts(hidden_states, top_k_index, top_k_weights)``.
@@ -284,6 +285,7 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._with_gates = False
         self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
         self._begin()
         num_experts = max((_num_experts(module) for _, module in self._modules), default=0)
@@ -296,9 +298,10 @@ class RouteRecorder:
         return len(self._modules)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, gates: bool = False) -> Iterator[None]:
         """Record the forward passes inside; outside the model has no hooks."""
         self._begin()
+        self._with_gates = gates
         handles = [
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
             for layer, (_, module) in enumerate(self._modules)
@@ -312,28 +315,32 @@ class RouteRecorder:
     def end_pass(self, num_tokens: int) -> None:
         """End a forward pass; TraceError if a layer did not see exactly one row per input token."""
         for (name, _), passes in zip(self._modules, self._seen, strict=True):
-            shape = tuple(passes[-1].shape) if len(passes) > self._num_passes else None
-            if shape is None or len(shape) != 2 or shape[0] != num_tokens:
-                raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
+            shapes = [tuple(column.shape) for column in passes[-1]] if len(passes) > self._num_passes else [()]
+            if {len(shape) for shape in shapes} != {2} or shapes[0][0] != num_tokens or shapes[0] != shapes[-1]:
+                raise TraceError(f"{name} routed {shapes}, expected [{num_tokens}, top-k]: one row per token")
         self._num_passes += 1
         self._num_rows += num_tokens
 
-    def take(self) -> np.ndarray:
-        """Returns the rows of all passes, one after the other: uint8 (E <= 256) or uint16 [rows, L, K]; once."""
-        rows = torch.cat([ids for passes in self._seen for ids in passes]).to(self._narrow).cpu().numpy()
-        routes = rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1)
+    def take(self) -> list[np.ndarray]:
+        """Returns the rows of all passes, one after the other, [rows, L, K]; once: experts, uint8 (E <= 256) or uint16,
+        then gate weights, float32, if these were recorded."""
+        seen, columns = [rows for passes in self._seen for rows in passes], []
+        for column, dtype in zip(zip(*seen, strict=True), (self._narrow, torch.float32), strict=False):
+            rows = torch.cat(column).to(dtype).cpu().numpy()
+            columns.append(rows.reshape(self.num_layers, self._num_rows, -1).transpose(1, 0, 2))
         self._begin()
-        return routes.transpose(1, 0, 2)
+        return [columns[0].view(self._dtype), *columns[1:]]
 
     def _begin(self) -> None:
-        self._seen: list[list[torch.Tensor]] = [[] for _ in self._modules]  # by layer, pass after pass
+        self._seen: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self._modules]  # by layer, pass after pass
         self._num_passes = self._num_rows = 0
 
     def _hook(self, layer: int) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if len(self._seen[layer]) > self._num_passes:
                 raise TraceError(f"{self._modules[layer][0]} ran twice in one forward pass")
-            self._seen[layer].append(args[1] if len(args) > 1 else kwargs["top_k_index"])
+            names = ("top_k_index", "top_k_weights")[: 1 + self._with_gates]
+            self._seen[layer].append(tuple(args[i] if len(args) > i else kwargs[n] for i, n in enumerate(names, 1)))
 
         return record
 
