@@ -120,7 +120,8 @@ def exchange_columns(
     have: Placement, columns: Sequence[torch.Tensor], want: Placement, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """``exchange`` of columns [R_have, L_have, ...], 3-dimensional and of any dtypes, which travel together."""
-    parts = [column.contiguous().view(torch.uint8) for column in columns]
+    shapes = [(*column.shape[:2], column.size(2) * column.element_size()) for column in columns]
+    parts = [column.flatten().view(torch.uint8).view(shape) for column, shape in zip(columns, shapes, strict=True)]
     received = exchange(have, torch.cat(parts, 2), want, group).transpose(0, 1)
     found = zip(received.split([part.size(2) for part in parts], 2), columns, strict=True)
     # Copies, because a slice may begin where its dtype cannot.
