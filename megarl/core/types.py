@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # routing traces are read where torch is not installed
     import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-REPLAYED = ("routed_experts", "gate_weights")
+REPLAYED = ("routed_experts", "gate_weights", "indexer_topk")
 """Columns of a rollout that stay on the rank that sampled it, until each row travels to the layers that replay it."""
 
 
@@ -76,6 +76,9 @@ class Rollout:
     gate_weights: np.ndarray | None = None
     """float32 [T, L, K], by which the engine multiplied the output of each of routed_experts, in their order; all
     scaling included. None if they were not requested."""
+    indexer_topk: np.ndarray | None = None
+    """int32 [T, layers with an indexer, k], positions of the keys that sparse attention selected for each token t; the
+    row has min(t + 1, k) of them, then -1. None if they were not requested."""
 
     @property
     def label(self) -> str:

@@ -32,6 +32,8 @@ class SamplingParams:
     number is an error). None: rollouts carry no ids."""
     return_gate_weights: bool = False
     """Whether rollouts with experts carry their gate weights too."""
+    return_indexer_topk: bool = False
+    """Whether rollouts with experts carry the keys that a sparse indexer selected, too."""
 
     @property
     def has_nucleus(self) -> bool:

@@ -8,8 +8,8 @@ needs nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.devices import to_device
-from megarl.core.types import REPLAYED, Rollout, TrainBatch
+from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import TraceError
 from megarl.megatron.distributed import gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
@@ -158,8 +158,11 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
     return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
 
 
-def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool = False) -> None:
-    """TraceError naming the first rollout whose routes, or gate weights, cannot be of this model; before a step."""
+def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool = False, keys: bool = False) -> None:
+    """TraceError naming the first rollout whose routes cannot be of this model; before a step.
+
+    gates: check gate weights, too; keys: those of indexers.
+    """
     expected = (len(shape.moe_layers), shape.topk)
     for r in rollouts:
         if (experts := r.routed_experts) is None:
@@ -176,6 +179,27 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool =
         if gates and (r.gate_weights is None or not np.isfinite(r.gate_weights[rows]).all()):
             found = "none" if r.gate_weights is None else "some that are not finite"
             raise TraceError(f"{r.label}: of gate weights found {found}, expected one for each expert of a row")
+        if keys:
+            _check_keys(r, len(shape.indexer_layers), shape.fields["dsa_indexer_topk"])
+
+
+def _check_keys(rollout: Rollout, num_layers: int, topk: int) -> None:
+    keys, expected = rollout.indexer_topk, (rollout.num_tokens, num_layers, topk)
+    if keys is None or keys.shape != expected:
+        found = "none" if keys is None else list(keys.shape)
+        raise TraceError(f"{rollout.label}: of keys of the indexers found {found}, expected {list(expected)}")
+    positions, ordered = np.arange(len(keys))[:, None], np.sort(keys, -1)
+    is_twice = (np.diff(ordered) == 0) & (ordered[..., 1:] >= 0)
+    is_wrong = ((keys >= 0).sum(-1) != np.minimum(positions + 1, topk)) | is_twice.any(-1)
+    is_wrong |= (ordered[..., 0] < -1) | (ordered[..., -1] > positions)
+    if rollout.routed_mask is not None:
+        is_wrong &= rollout.routed_mask[:, None]
+    if is_wrong.any():
+        token, layer = np.argwhere(is_wrong)[0]
+        raise TraceError(
+            f"{rollout.label}, token {token}: keys {keys[token, layer].tolist()} of indexer {layer}, expected "
+            f"{min(token + 1, topk)} different positions up to {token}, then -1"
+        )
 
 
 def deliver_routes(
@@ -190,20 +214,52 @@ def deliver_routes(
     ``rollouts`` are the mini-batch that ``micro_batches`` split, each with ``routed_experts`` on at least one rank.
     gates: bring ``gate_weights``, too.
     """
-    local = {index: rollout for index, rollout in enumerate(rollouts) if rollout.routed_experts is not None}
-    dtypes = (narrow_dtype(shape.num_experts, signed=True), np.float32)[: 1 + gates]
-    columns = []
-    for name, dtype in zip(REPLAYED, dtypes, strict=False):
-        empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
-        rows = [empty, *(getattr(rollout, name) for rollout in local.values())]
-        columns.append(torch.from_numpy(np.concatenate(rows, dtype=dtype, casting="unsafe")))
-    have = Placement.of_sequences([*local], [rollout.num_tokens for rollout in local.values()], shape.moe_layers)
+    dtypes = {"routed_experts": narrow_dtype(shape.num_experts, signed=True)} | (
+        {"gate_weights": np.float32} if gates else {}
+    )
     want = Placement.of_micro_batches(micro_batches, layers)
+    parts = _deliver(rollouts, dtypes, shape.topk, shape.moe_layers, micro_batches, want)
+    return [select_routes(token, rows[0], micro.batch, *rows[1:]) for micro, token, rows in parts]
+
+
+def deliver_keys(
+    rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+) -> list[MicroBatch]:
+    """Return micro-batches that replay the rollouts' keys in the indexers of ``layers``; as ``deliver_routes``."""
+    # An indexer sees the tokens of all tensor-parallel ranks.
+    want = replace(Placement.of_micro_batches(micro_batches, layers), tp=(1, 0))
+    topk, replaying = shape.fields["dsa_indexer_topk"], []
+    parts = _deliver(rollouts, {"indexer_topk": np.int32}, topk, shape.indexer_layers, micro_batches, want)
+    for micro, token, (keys,) in parts:
+        assert micro.batch.routed_mask is not None
+        present = (token >= 0) & micro.batch.routed_mask[token.clamp(min=0)]
+        rows = to_device(keys.masked_fill(~present[:, None, None], -1), micro.slots.device)
+        packing = replace(micro.packing, replayed=dict(zip(layers, rows.unbind(1), strict=True)))
+        replaying.append(replace(micro, packing=packing))
+    return replaying
+
+
+def _deliver(
+    rollouts: Sequence[Rollout],
+    dtypes: Mapping[str, type[np.generic]],
+    width: int,
+    layers: Sequence[int],
+    micro_batches: Sequence[MicroBatch],
+    want: Placement,
+) -> Iterator[tuple[MicroBatch, torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """Yield each micro-batch, the packed token of each of its rows here, and the rows [T_local, L_local, width] of the
+    columns that ``dtypes`` names. layers: of the rollouts.
+    """
+    local = {index: rollout for index, rollout in enumerate(rollouts) if rollout.routed_experts is not None}
+    columns = []
+    for name, dtype in dtypes.items():
+        rows = [np.empty((0, len(layers), width), dtype), *(getattr(rollout, name) for rollout in local.values())]
+        columns.append(torch.from_numpy(np.concatenate(rows, dtype=dtype, casting="unsafe")))
+    have = Placement.of_sequences([*local], [rollout.num_tokens for rollout in local.values()], layers)
     received = exchange_columns(have, columns, want, model_group())
     by_micro = zip(*(column.split(want.rows_by_piece()) for column in received), strict=True)
-    tokens = [router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp) for micro in micro_batches]
-    parts = zip(tokens, by_micro, micro_batches, strict=True)
-    return [select_routes(token, rows[0], micro.batch, *rows[1:]) for token, rows, micro in parts]
+    for micro, rows in zip(micro_batches, by_micro, strict=True):
+        yield micro, router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp), rows
 
 
 def select_routes(

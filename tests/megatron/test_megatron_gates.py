@@ -20,14 +20,15 @@ from megarl.engines.protocol import SamplingParams
 from megarl.errors import ReplayError, TraceError
 from megarl.files.hf_config import DENSE
 from megarl.megatron.passes.forward import run
-from megarl.megatron.rollout_routes import check_rollouts, deliver_routes
+from megarl.megatron.rollout_routes import check_rollouts, deliver_keys, deliver_routes
 from megarl.replay import MicroRoutes
 from megarl.replay.sessions import Session
+from megarl.stand_ins.sparse_attention import SparseAttention, find_indexers
 
 PARAMS = SamplingParams(max_response_tokens=8, return_gate_weights=True)
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
-"""The choice of keys is the engine's too, or log-probabilities differ."""
-WITH_EXPERTS = [name for name in FAMILIES if name not in (*DENSE, *SPARSE)]
+"""They replay the keys of the engine, too."""
+WITH_EXPERTS = [name for name in FAMILIES if name not in DENSE]
 
 
 class World:
@@ -39,8 +40,14 @@ class World:
         engine = local_engine(model)
         if other_weights:
             engine.update_weights(changed(safetensors_of(model)), 1)
-        self.rollouts: list[Rollout] = engine.generate(make_prompts(4), PARAMS)
+        is_sparse = bool(self.policy.shape.indexer_layers)
+        params = replace(PARAMS, return_indexer_topk=is_sparse)
+        self.rollouts: list[Rollout] = engine.generate(make_prompts(4), params)
         self.micros = micro_batches(self.settings, batch_of(self.rollouts))
+        if is_sparse:
+            check_rollouts(self.rollouts, self.policy.shape, keys=True)
+            layers = find_indexers(self.policy.chunks)
+            self.micros = deliver_keys(self.rollouts, self.micros, layers, self.policy.shape)
 
     def routes(self, gates: bool = True) -> list[MicroRoutes]:
         shape = self.policy.shape
@@ -64,7 +71,6 @@ class World:
         named = [(n, p) for chunk in policy.chunks for n, p in chunk.named_parameters()]
         gradients = {n: vars(p)["main_grad"].clone() for n, p in named if "main_grad" in vars(p)}
         return [output.logprobs for output in outputs], probs, gradients
-
 
     def pairs(self, routes: Sequence[MicroRoutes], probs: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
         """By micro-batch and layer: what a router returned at the experts of the present rows, and their gates."""

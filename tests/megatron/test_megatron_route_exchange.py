@@ -86,7 +86,9 @@ def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: 
     model = build(settings, Variant(router=router))
     layers = RoutingReplay(model.chunks).layers
     shape = replace(model.shape, fields={**model.shape.fields, "num_moe_experts": num_experts})
-    everything = _with_gates(_typed(rollouts(30, len(shape.moe_layers), min(num_experts, 256), shape.topk), num_experts))
+    everything = _with_gates(
+        _typed(rollouts(30, len(shape.moe_layers), min(num_experts, 256), shape.topk), num_experts)
+    )
     mine = everything[own_share(len(everything))]
     micros = micro_batches(settings, batch_of(mine))
     copy = distributed.model_group()

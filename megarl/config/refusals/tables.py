@@ -120,8 +120,14 @@ def _replay(config: Tables) -> Iterator[Row]:
     train, replay = config.train, config.train.replay
     has_reference = replay != "none" and train.resolved_objective.needs_ref_logprobs
     yield config.row("replay_reference", train.replay_reference and not has_reference)
-    yield config.row("gates_without_r3", train.replay_gates and replay != "r3")
-    yield config.row("gates_of_engine", train.replay_gates and not config.rollout.engine_kind.gates)
+    kind = config.rollout.engine_kind
+    for key, returns, column in (
+        ("replay_gates", kind.gates, "gate weights"),
+        ("replay_indexer", kind.indexer, "keys of the indexer"),
+    ):
+        is_set = getattr(train, key)
+        yield config.row("column_without_r3", is_set and replay != "r3", key=key, column=column)
+        yield config.row("column_of_engine", is_set and not returns, key=key, column=column)
     yield config.row("r3_of_engine", replay == "r3" and not config.rollout.engine_kind.routes)
     for blocker in replay_blockers(config.megatron) if replay != "none" else ():
         field, reason = blocker.setting, blocker.reason

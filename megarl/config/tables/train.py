@@ -47,6 +47,8 @@ class TrainConfig(Table):
     """Whether r3 replays the engine's gate weights too: their values are the rollout's, their gradients the router's
     own. Closes more of the gap between the engines, and hides how the router has changed since the rollout
     (docs/replay.md)."""
+    replay_indexer: bool = False
+    """Whether r3 replays the keys that the engine's sparse attention selected (DeepSeek-V3.2, GLM-5)."""
     replay_reference: bool = False
     """Whether a reference policy uses the replayed experts too: the KL at equal weights is then exactly 0. Otherwise
     the reference policy routes natively."""

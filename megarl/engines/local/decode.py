@@ -11,7 +11,7 @@ end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from megarl.core.types import Rollout, SampleRequest
+from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines.protocol import OnFinish, SamplingParams, too_many_kept
 from megarl.errors import NumericsError, RolloutError, TraceError
 from megarl.routes.trace import narrow_dtype
@@ -145,15 +145,17 @@ def decode(
 
     columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
     columns.append(torch.cat(logprobs).float().cpu().numpy())
-    if recorder is not None:
-        rows = np.concatenate([read_as, np.arange(ids.size, ids.size + len(columns[0]) - len(owners))])
-        columns += [column[rows] for column in recorder.take()]
-    return _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
+    rows = np.concatenate([read_as, np.arange(ids.size, ids.size + len(columns[0]) - len(owners))])
+    recorded = {} if recorder is None else {name: column[rows] for name, column in recorder.take().items()}
+    if (keys := recorded.get("indexer_topk")) is not None:
+        keys -= np.count_nonzero(~mask, 1)[prompt_of_request][columns[0]][:, None, None]  # padding comes first
+    return _cut_into_rollouts(requests, columns, recorded, len(owners), kept_steps, is_stop, version)
 
 
 def _cut_into_rollouts(
     requests: Sequence[SampleRequest],
     columns: Sequence[np.ndarray],
+    recorded: Mapping[str, np.ndarray],
     num_read: int,
     kept_steps: Sequence[tuple[np.ndarray, np.ndarray]],
     is_stop: np.ndarray,
@@ -161,12 +163,16 @@ def _cut_into_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
 
-    columns: request, token, log-probability and, if recorded, experts and gate weights of each token; first the
-    ``num_read`` tokens of all prompts, then step after step, as ``kept_steps``.
+    columns: request, token and log-probability of each token; first the ``num_read`` tokens of all prompts, then step
+    after step, as ``kept_steps`` and the columns of a recorder.
     """
     owners = columns[0]
     order, ends = np.argsort(owners, kind="stable"), np.bincount(owners).cumsum()
-    tokens, logprobs, *routes = (np.take(column, order, axis=0) for column in columns[1:])
+    tokens, logprobs = (np.take(column, order, axis=0) for column in columns[1:])
+    experts, gates, keys = (None if name not in recorded else recorded[name].take(order, 0) for name in REPLAYED)
+    if keys is not None:  # a row has too few before the k-th token, and the engine fills it with others
+        positions = np.arange(len(order)) - np.repeat(np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+        keys[(keys < 0) | (keys > positions[:, None, None])] = -1
     tokens = tokens.astype(np.int32)
     kept_counts, kept_ids = None, (empty := [None] * len(requests))
     if kept_steps:
@@ -175,15 +181,14 @@ def _cut_into_rollouts(
         ids = ids[np.argsort(np.repeat(owners[num_read:], counts), kind="stable")].astype(np.int32)
         kept_ids = np.split(ids, kept_counts.cumsum()[ends[:-1] - 1])
     generated, versions = order >= num_read, np.full(len(order), version, np.int32)
-    experts, gates = (*routes, None, None)[:2]
     mask = None if experts is None else np.ones(len(order), bool)
     bounds = [0, *ends.tolist()]
-    whole = [tokens, generated, logprobs, experts, mask, versions, kept_counts, gates]
+    whole = [tokens, generated, logprobs, experts, mask, versions, kept_counts, gates, keys]
     views = [empty if column is None else [column[i:j] for i, j in pairwise(bounds)] for column in whole]
     reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
     groups, samples = [request.group for request in requests], [request.sample for request in requests]
-    *first, counts, gate_weights = views
-    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, gate_weights)]
+    *first, counts, gate_weights, indexer_topk = views
+    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, gate_weights, indexer_topk)]
 
 
 def _sample(
@@ -277,7 +282,8 @@ class Noise:
 
 
 class RouteRecorder:
-    """Records the expert ids, and the gate weights if asked, in the calls of each MoE layer of a transformers model.
+    """Records columns of rollouts in the calls of a transformers model: the experts of each MoE layer, and if asked
+    their gate weights, and the keys that each indexer of sparse attention selects.
 
     The hooks sit on the modules that hold the experts, not on the routers: some routers return logits only and leave
     the choice to the block around them, but every block calls ``experts(hidden_states, top_k_index, top_k_weights)``.
@@ -285,12 +291,14 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._with_gates = False
-        self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
-        self._begin()
-        num_experts = max((_num_experts(module) for _, module in self._modules), default=0)
+        named = dict(model.named_modules())
+        self._modules = {name: module for name, module in named.items() if _num_experts(module)}
+        self._indexers = {name: module for name, module in named.items() if type(module).__name__.endswith("Indexer")}
+        num_experts = max(map(_num_experts, self._modules.values()), default=0)
         self._dtype = narrow_dtype(num_experts)
-        self._narrow: torch.dtype = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
+        narrow = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
+        self._dtypes = {"routed_experts": narrow, "gate_weights": torch.float32, "indexer_topk": torch.int32}
+        self._begin()
 
     @property
     def num_layers(self) -> int:
@@ -298,13 +306,15 @@ class RouteRecorder:
         return len(self._modules)
 
     @contextmanager
-    def recording(self, gates: bool = False) -> Iterator[None]:
-        """Record the forward passes inside; outside the model has no hooks."""
-        self._begin()
-        self._with_gates = gates
+    def recording(self, gates: bool = False, keys: bool = False) -> Iterator[None]:
+        """Record the forward passes inside; outside the model has no hooks. RolloutError for keys without indexers."""
+        if keys and not self._indexers:
+            raise RolloutError("the model has no sparse indexer: set return_indexer_topk to False")
+        self._begin(gates, keys)
+        modules = self._modules | (self._indexers if keys else {})
         handles = [
-            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
-            for layer, (_, module) in enumerate(self._modules)
+            module.register_forward_hook(self._record_call(name, gates), with_kwargs=True)
+            for name, module in modules.items()
         ]
         try:
             yield
@@ -314,33 +324,49 @@ class RouteRecorder:
 
     def end_pass(self, num_tokens: int) -> None:
         """End a forward pass; TraceError if a layer did not see exactly one row per input token."""
-        for (name, _), passes in zip(self._modules, self._seen, strict=True):
-            shapes = [tuple(column.shape) for column in passes[-1]] if len(passes) > self._num_passes else [()]
-            if {len(shape) for shape in shapes} != {2} or shapes[0][0] != num_tokens or shapes[0] != shapes[-1]:
-                raise TraceError(f"{name} routed {shapes}, expected [{num_tokens}, top-k]: one row per token")
+        for (_, name), passes in self._seen.items():
+            shape = tuple(passes[-1].shape) if len(passes) > self._num_passes else None
+            if shape is None or len(shape) != 2 or shape[0] != num_tokens:
+                raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
         self._num_passes += 1
         self._num_rows += num_tokens
 
-    def take(self) -> list[np.ndarray]:
-        """Returns the rows of all passes, one after the other, [rows, L, K]; once: experts, uint8 (E <= 256) or uint16,
-        then gate weights, float32, if these were recorded."""
-        seen, columns = [rows for passes in self._seen for rows in passes], []
-        for column, dtype in zip(zip(*seen, strict=True), (self._narrow, torch.float32), strict=False):
-            rows = torch.cat(column).to(dtype).cpu().numpy()
-            columns.append(rows.reshape(self.num_layers, self._num_rows, -1).transpose(1, 0, 2))
-        self._begin()
-        return [columns[0].view(self._dtype), *columns[1:]]
+    def take(self) -> dict[str, np.ndarray]:
+        """Returns the rows of all passes, one after the other, [rows, L, K], by column of a rollout; once.
 
-    def _begin(self) -> None:
-        self._seen: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in self._modules]  # by layer, pass after pass
+        Experts are uint8 (E <= 256) or uint16; keys count from the first token of the batch, padding included.
+        """
+        columns: dict[str, list[torch.Tensor]] = {}
+        for (column, _), passes in self._seen.items():
+            columns.setdefault(column, []).append(torch.cat(passes))
+        found = {name: torch.stack(rows, 1).to(self._dtypes[name]).cpu().numpy() for name, rows in columns.items()}
+        self._begin()
+        return found | {"routed_experts": found["routed_experts"].view(self._dtype)}
+
+    def _begin(self, gates: bool = False, keys: bool = False) -> None:
+        layers = {"routed_experts": self._modules, "gate_weights": self._modules if gates else ()}
+        layers["indexer_topk"] = self._indexers if keys else ()
+        # By column and layer, pass after pass.
+        self._seen: dict[tuple[str, str], list[torch.Tensor]] = {
+            (c, n): [] for c, names in layers.items() for n in names
+        }
         self._num_passes = self._num_rows = 0
 
-    def _hook(self, layer: int) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if len(self._seen[layer]) > self._num_passes:
-                raise TraceError(f"{self._modules[layer][0]} ran twice in one forward pass")
-            names = ("top_k_index", "top_k_weights")[: 1 + self._with_gates]
-            self._seen[layer].append(tuple(args[i] if len(args) > i else kwargs[n] for i, n in enumerate(names, 1)))
+    def _record_call(self, name: str, gates: bool) -> Any:
+        def add(column: str, rows: torch.Tensor) -> None:
+            passes = self._seen[column, name]
+            if len(passes) > self._num_passes:
+                raise TraceError(f"{name} ran twice in one forward pass")
+            passes.append(rows)
+
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if name in self._indexers:
+                keys = output.flatten(0, 1)
+                add("indexer_topk", nn.functional.pad(keys, (0, module.index_topk - keys.size(1)), value=-1))
+                return
+            add("routed_experts", args[1] if len(args) > 1 else kwargs["top_k_index"])
+            if gates:
+                add("gate_weights", args[2] if len(args) > 2 else kwargs["top_k_weights"])
 
         return record
 

@@ -133,7 +133,8 @@ class LocalEngine(Engine):
         # Requests of similar length share a batch, for little padding.
         order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
         rollouts: list[Rollout] = []
-        recording = nullcontext() if recorder is None else recorder.recording(params.return_gate_weights)
+        extra = params.return_gate_weights, params.return_indexer_topk
+        recording = nullcontext() if recorder is None else recorder.recording(*extra)
         with self._arithmetic, recording:
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
                 indices = order[start : start + self._max_batch_size]
