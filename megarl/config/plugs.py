@@ -69,7 +69,7 @@ class EngineKind:
     routes: bool = False
     """Returns the experts of every token; train.replay = "r3" needs them."""
     gates: bool = False
-    """Returns the gate weights of these experts if ``SamplingParams.return_gate_weights`` is set: train.replay_gates."""
+    """Returns the gate weights of experts if ``SamplingParams.return_gate_weights`` is set: train.replay_gates."""
     indexer: bool = False
     """Returns the keys that sparse attention selects if ``SamplingParams.return_indexer_topk`` is set:
     train.replay_indexer."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.devices import to_device
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import REPLAYED, Rollout, TrainBatch
 from megarl.errors import TraceError
 from megarl.megatron.distributed import gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
@@ -26,6 +26,10 @@ from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.replay.records import MicroRoutes
 from megarl.routes import RoutingTrace
 from megarl.routes.trace import narrow_dtype
+
+Micros = Sequence[MicroBatch]
+Dtypes = Mapping[str, type[np.generic]]
+"""Of the columns of a rollout, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +120,6 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     return result.transpose(0, 1).contiguous().transpose(0, 1)  # each replay of it reads one layer at a time
 
 
-def exchange_columns(
-    have: Placement, columns: Sequence[torch.Tensor], want: Placement, group: dist.ProcessGroup
-) -> list[torch.Tensor]:
-    """``exchange`` of columns [R_have, L_have, ...], 3-dimensional and of any dtypes, which travel together."""
-    shapes = [(*column.shape[:2], column.size(2) * column.element_size()) for column in columns]
-    parts = [column.flatten().view(torch.uint8).view(shape) for column, shape in zip(columns, shapes, strict=True)]
-    received = exchange(have, torch.cat(parts, 2), want, group).transpose(0, 1)
-    found = zip(received.split([part.size(2) for part in parts], 2), columns, strict=True)
-    # Copies, because a slice may begin where its dtype cannot.
-    contiguous = torch.contiguous_format
-    return [part.clone(memory_format=contiguous).view(column.dtype).transpose(0, 1) for part, column in found]
-
-
 def _find_common(
     have: Placement, rows: np.ndarray, want: Placement, wanted_rows: np.ndarray
 ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -188,13 +179,11 @@ def _check_keys(rollout: Rollout, num_layers: int, topk: int) -> None:
     if keys is None or keys.shape != expected:
         found = "none" if keys is None else list(keys.shape)
         raise TraceError(f"{rollout.label}: of keys of the indexers found {found}, expected {list(expected)}")
-    positions, ordered = np.arange(len(keys))[:, None], np.sort(keys, -1)
-    is_twice = (np.diff(ordered) == 0) & (ordered[..., 1:] >= 0)
-    is_wrong = ((keys >= 0).sum(-1) != np.minimum(positions + 1, topk)) | is_twice.any(-1)
-    is_wrong |= (ordered[..., 0] < -1) | (ordered[..., -1] > positions)
-    if rollout.routed_mask is not None:
-        is_wrong &= rollout.routed_mask[:, None]
-    if is_wrong.any():
+    positions, ordered = np.arange(len(keys))[:, None, None], np.sort(keys, -1)
+    is_key = np.arange(topk) >= topk - 1 - positions  # -1 comes first in a sorted row
+    is_right = np.where(is_key, np.diff(ordered, prepend=-1) > 0, ordered == -1) & (ordered <= positions)
+    present = np.ones(len(keys), bool) if rollout.routed_mask is None else rollout.routed_mask
+    if (is_wrong := ~is_right.all(-1) & present[:, None]).any():
         token, layer = np.argwhere(is_wrong)[0]
         raise TraceError(
             f"{rollout.label}, token {token}: keys {keys[token, layer].tolist()} of indexer {layer}, expected "
@@ -203,27 +192,21 @@ def _check_keys(rollout: Rollout, num_layers: int, topk: int) -> None:
 
 
 def deliver_routes(
-    rollouts: Sequence[Rollout],
-    micro_batches: Sequence[MicroBatch],
-    layers: Sequence[int],
-    shape: ModelShape,
-    gates: bool = False,
+    rollouts: Sequence[Rollout], micro_batches: Micros, layers: Sequence[int], shape: ModelShape, gates: bool = False
 ) -> list[MicroRoutes]:
     """R3: bring routes from the ranks that sampled to the ranks that replay; a collective call of a model copy.
 
     ``rollouts`` are the mini-batch that ``micro_batches`` split, each with ``routed_experts`` on at least one rank.
     gates: bring ``gate_weights``, too.
     """
-    dtypes = {"routed_experts": narrow_dtype(shape.num_experts, signed=True)} | (
-        {"gate_weights": np.float32} if gates else {}
-    )
+    dtypes = dict(zip(REPLAYED, (narrow_dtype(shape.num_experts, signed=True), np.float32)[: 1 + gates], strict=False))
     want = Placement.of_micro_batches(micro_batches, layers)
     parts = _deliver(rollouts, dtypes, shape.topk, shape.moe_layers, micro_batches, want)
     return [select_routes(token, rows[0], micro.batch, *rows[1:]) for micro, token, rows in parts]
 
 
 def deliver_keys(
-    rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+    rollouts: Sequence[Rollout], micro_batches: Micros, layers: Sequence[int], shape: ModelShape
 ) -> list[MicroBatch]:
     """Return micro-batches that replay the rollouts' keys in the indexers of ``layers``; as ``deliver_routes``."""
     # An indexer sees the tokens of all tensor-parallel ranks.
@@ -240,25 +223,23 @@ def deliver_keys(
 
 
 def _deliver(
-    rollouts: Sequence[Rollout],
-    dtypes: Mapping[str, type[np.generic]],
-    width: int,
-    layers: Sequence[int],
-    micro_batches: Sequence[MicroBatch],
-    want: Placement,
+    rollouts: Sequence[Rollout], dtypes: Dtypes, width: int, layers: Sequence[int], micros: Micros, want: Placement
 ) -> Iterator[tuple[MicroBatch, torch.Tensor, tuple[torch.Tensor, ...]]]:
     """Yield each micro-batch, the packed token of each of its rows here, and the rows [T_local, L_local, width] of the
     columns that ``dtypes`` names. layers: of the rollouts.
     """
     local = {index: rollout for index, rollout in enumerate(rollouts) if rollout.routed_experts is not None}
-    columns = []
+    have = Placement.of_sequences([*local], [rollout.num_tokens for rollout in local.values()], layers)
+    columns, sizes = [], [width * np.dtype(dtype).itemsize for dtype in dtypes.values()]
     for name, dtype in dtypes.items():
         rows = [np.empty((0, len(layers), width), dtype), *(getattr(rollout, name) for rollout in local.values())]
-        columns.append(torch.from_numpy(np.concatenate(rows, dtype=dtype, casting="unsafe")))
-    have = Placement.of_sequences([*local], [rollout.num_tokens for rollout in local.values()], layers)
-    received = exchange_columns(have, columns, want, model_group())
-    by_micro = zip(*(column.split(want.rows_by_piece()) for column in received), strict=True)
-    for micro, rows in zip(micro_batches, by_micro, strict=True):
+        columns.append(np.concatenate(rows, dtype=dtype, casting="unsafe").view(np.uint8))
+    received = exchange(have, torch.from_numpy(np.concatenate(columns, 2)), want, model_group()).transpose(0, 1).numpy()
+    # Copies, because a slice may begin where its dtype cannot.
+    parts = zip(np.split(received, np.cumsum(sizes)[:-1], 2), dtypes.values(), strict=True)
+    found = [torch.from_numpy(part.copy().view(dtype)).transpose(0, 1) for part, dtype in parts]
+    by_micro = zip(*(column.split(want.rows_by_piece()) for column in found), strict=True)
+    for micro, rows in zip(micros, by_micro, strict=True):
         yield micro, router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp), rows
 
 

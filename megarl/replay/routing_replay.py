@@ -18,7 +18,7 @@ from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, fitting_shape
-from megarl.replay.hooks import Hook, count_dispatched, count_natively, tap, take_gates
+from megarl.replay.hooks import Hook, count_dispatched, count_natively, take_gates, tap
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.pass_log import PassLog

@@ -7,6 +7,7 @@ may overtake each other.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from threading import get_ident
 
 import torch
 
@@ -165,11 +166,9 @@ class Session:
                     "each must be used once. Likely this router was bypassed, passes ran on another thread, or the "
                     "block closed too early; close it after the last forward pass, on the thread that opened it"
                 )
-            if hook.gates:
-                raise ReplayError(
-                    f"layer {hook.layer}: the router asked for experts, but its own gate weights were used: it does "
-                    "not call TopKRouter.routing; give no gates, or let it call that method"
-                )
+            if get_ident() in hook.gates:
+                reason = "its own gate weights were used, because it does not call TopKRouter.routing; give no gates"
+                raise ReplayError(f"layer {hook.layer}: the router asked for experts, but {reason}")
         checks = DeviceChecks() if self._checks is None else self._checks
         recording.compared_tokens = check_tokens(self._routes, self.tokens, checks)
         if self._checks is None:

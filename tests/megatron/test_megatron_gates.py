@@ -23,7 +23,7 @@ from megarl.megatron.passes.forward import run
 from megarl.megatron.rollout_routes import check_rollouts, deliver_keys, deliver_routes
 from megarl.replay import MicroRoutes
 from megarl.replay.sessions import Session
-from megarl.stand_ins.sparse_attention import SparseAttention, find_indexers
+from megarl.stand_ins.sparse_attention import find_indexers
 
 PARAMS = SamplingParams(max_response_tokens=8, return_gate_weights=True)
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
@@ -116,7 +116,8 @@ def test_values_are_the_rollouts_and_gradients_the_routers(
     monkeypatch.setattr("megarl.replay.hooks._StraightThrough.apply", composed)
     torch.testing.assert_close(world.train(routes)[2], found[2], atol=1e-5, rtol=1e-4)
     router = next(name for name in found[2] if name.endswith("router.weight"))
-    assert found[2][router].abs().max() > 0 and not torch.allclose(found[2][router], native[2][router], rtol=1e-2)
+    assert found[2][router].any()
+    assert not torch.allclose(found[2][router], native[2][router], rtol=1e-2)
 
 
 @pytest.mark.parametrize("recompute", ["uniform", "moe"])
@@ -149,8 +150,8 @@ def test_a_row_that_does_not_use_its_experts_has_the_routers_gates(
 
 
 WRONG = {
-    "gates are torch.int64": lambda gates: gates.long(),
-    r"gates are torch.float32 \[\d+, 3, 1\], expected floating": lambda gates: gates[..., :1],
+    r"gates are torch\.int64": lambda gates: gates.long(),
+    r"gates are torch\.float32 \[\d+, 3, 1\], expected floating": lambda gates: gates[..., :1],
     "gates are not finite": lambda gates: gates / 0,
 }
 
@@ -167,7 +168,7 @@ def test_a_router_that_uses_gates_of_its_own_is_named(models: dict[str, Path], o
     world = World(models["qwen3_moe"], other_weights=False)
     router = world.policy.replay._hooks[1].router  # type: ignore[union-attr]
     router.routing = type(router).routing.__get__(router)
-    with pytest.raises(ReplayError, match="layer 2: .* its own gate weights were used"):
+    with pytest.raises(ReplayError, match=r"layer 2: .* its own gate weights were used"):
         world.train(world.routes())
     world.train(world.routes(gates=False))
     world.policy.replay.detach()  # type: ignore[union-attr]

@@ -100,7 +100,9 @@ def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: 
     expected = [local_routes(micro, layers, shape) for micro in micros]
     gated = deliver_routes(scattered, micros, layers, shape, gates=True)
     report = {
-        "same": all(_same(a, c) and _same(b, c) and a.gates is None for a, b, c in zip(found, gated, expected))
+        "same": all(
+            _same(a, c) and _same(b, c) and a.gates is None for a, b, c in zip(found, gated, expected, strict=True)
+        )
         and all(torch.equal(micro.gates, _gates_of(micro.experts)) for micro in gated),
         "bytes": sum(routes.experts.untyped_storage().nbytes() for routes in found[:1]),
         "slots": sum(micro.num_slots for micro in micros),

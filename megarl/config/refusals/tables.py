@@ -121,13 +121,8 @@ def _replay(config: Tables) -> Iterator[Row]:
     has_reference = replay != "none" and train.resolved_objective.needs_ref_logprobs
     yield config.row("replay_reference", train.replay_reference and not has_reference)
     kind = config.rollout.engine_kind
-    for key, returns, column in (
-        ("replay_gates", kind.gates, "gate weights"),
-        ("replay_indexer", kind.indexer, "keys of the indexer"),
-    ):
-        is_set = getattr(train, key)
-        yield config.row("column_without_r3", is_set and replay != "r3", key=key, column=column)
-        yield config.row("column_of_engine", is_set and not returns, key=key, column=column)
+    yield config.row("gates_of_engine", train.replay_gates and not kind.gates)
+    yield config.row("indexer_of_engine", train.replay_indexer and not kind.indexer)
     yield config.row("r3_of_engine", replay == "r3" and not config.rollout.engine_kind.routes)
     for blocker in replay_blockers(config.megatron) if replay != "none" else ():
         field, reason = blocker.setting, blocker.reason

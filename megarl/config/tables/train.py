@@ -101,6 +101,8 @@ class TrainConfig(Table):
             _ = self.resolved_objective
         except ConfigError as error:
             yield True, f"objective_overrides: {str(error).removeprefix('objective: ')}"
+        # What training records itself closes no gap between the engines, and hides a change of the policy.
+        yield from self.only_with('replay = "r3"', self.replay == "r3", "replay_gates", "replay_indexer")
 
 
 def _load_part(key: str, path: str) -> Any:

@@ -11,8 +11,9 @@ end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -291,30 +292,29 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = dict(model.named_modules())
-        self._modules = {name: module for name, module in named.items() if _num_experts(module)}
-        self._indexers = {name: module for name, module in named.items() if type(module).__name__.endswith("Indexer")}
-        num_experts = max(map(_num_experts, self._modules.values()), default=0)
+        self._named = dict(model.named_modules())
+        experts = [name for name, module in self._named.items() if _num_experts(module)]
+        indexers = [name for name, module in self._named.items() if type(module).__name__.endswith("Indexer")]
+        self._layers = dict(zip(REPLAYED, (experts, experts, indexers), strict=True))
+        self.num_layers = len(experts)
+        """Number of MoE layers, L."""
+        num_experts = max((_num_experts(self._named[name]) for name in experts), default=0)
         self._dtype = narrow_dtype(num_experts)
         narrow = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
-        self._dtypes = {"routed_experts": narrow, "gate_weights": torch.float32, "indexer_topk": torch.int32}
-        self._begin()
-
-    @property
-    def num_layers(self) -> int:
-        """Number of MoE layers, L."""
-        return len(self._modules)
+        self._dtypes = dict(zip(REPLAYED, (narrow, torch.float32, torch.int32), strict=True))
+        self._begin(())
 
     @contextmanager
-    def recording(self, gates: bool = False, keys: bool = False) -> Iterator[None]:
-        """Record the forward passes inside; outside the model has no hooks. RolloutError for keys without indexers."""
-        if keys and not self._indexers:
-            raise RolloutError("the model has no sparse indexer: set return_indexer_topk to False")
-        self._begin(gates, keys)
-        modules = self._modules | (self._indexers if keys else {})
+    def recording(self, columns: Collection[str] = REPLAYED[:1]) -> Iterator[None]:
+        """Record columns of a rollout in the passes inside; outside the model has no hooks. RolloutError for a column
+        of layers that the model has not.
+        """
+        if absent := [column for column in columns if not self._layers[column]]:
+            raise RolloutError(f"the model has no layers of {absent[0]}: do not request it")
+        self._begin(columns)
         handles = [
-            module.register_forward_hook(self._record_call(name, gates), with_kwargs=True)
-            for name, module in modules.items()
+            self._named[name].register_forward_hook(partial(self._add, column, name), with_kwargs=True)
+            for column, name in self._seen
         ]
         try:
             yield
@@ -329,10 +329,9 @@ class RouteRecorder:
             if shape is None or len(shape) != 2 or shape[0] != num_tokens:
                 raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
         self._num_passes += 1
-        self._num_rows += num_tokens
 
     def take(self) -> dict[str, np.ndarray]:
-        """Returns the rows of all passes, one after the other, [rows, L, K], by column of a rollout; once.
+        """Returns the rows of all passes, one after the other, [rows, L, K], by column; once.
 
         Experts are uint8 (E <= 256) or uint16; keys count from the first token of the batch, padding included.
         """
@@ -340,35 +339,26 @@ class RouteRecorder:
         for (column, _), passes in self._seen.items():
             columns.setdefault(column, []).append(torch.cat(passes))
         found = {name: torch.stack(rows, 1).to(self._dtypes[name]).cpu().numpy() for name, rows in columns.items()}
-        self._begin()
+        self._begin(())
         return found | {"routed_experts": found["routed_experts"].view(self._dtype)}
 
-    def _begin(self, gates: bool = False, keys: bool = False) -> None:
-        layers = {"routed_experts": self._modules, "gate_weights": self._modules if gates else ()}
-        layers["indexer_topk"] = self._indexers if keys else ()
+    def _begin(self, columns: Iterable[str]) -> None:
         # By column and layer, pass after pass.
         self._seen: dict[tuple[str, str], list[torch.Tensor]] = {
-            (c, n): [] for c, names in layers.items() for n in names
+            (c, name): [] for c in columns for name in self._layers[c]
         }
-        self._num_passes = self._num_rows = 0
+        self._num_passes = 0
 
-    def _record_call(self, name: str, gates: bool) -> Any:
-        def add(column: str, rows: torch.Tensor) -> None:
-            passes = self._seen[column, name]
-            if len(passes) > self._num_passes:
-                raise TraceError(f"{name} ran twice in one forward pass")
-            passes.append(rows)
-
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if name in self._indexers:
-                keys = output.flatten(0, 1)
-                add("indexer_topk", nn.functional.pad(keys, (0, module.index_topk - keys.size(1)), value=-1))
-                return
-            add("routed_experts", args[1] if len(args) > 1 else kwargs["top_k_index"])
-            if gates:
-                add("gate_weights", args[2] if len(args) > 2 else kwargs["top_k_weights"])
-
-        return record
+    def _add(self, column: str, name: str, module: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        passes = self._seen[column, name]
+        if len(passes) > self._num_passes:
+            raise TraceError(f"{name} ran twice in one forward pass")
+        if column == "indexer_topk":
+            keys = output.flatten(0, 1)
+            passes.append(nn.functional.pad(keys, (0, module.index_topk - keys.size(1)), value=-1))
+        else:
+            place, argument = (1, "top_k_index") if column == "routed_experts" else (2, "top_k_weights")
+            passes.append(args[place] if len(args) > place else kwargs[argument])
 
 
 def _num_experts(module: nn.Module) -> int:

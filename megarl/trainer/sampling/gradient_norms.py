@@ -50,7 +50,9 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: Bl
     of_token = np.arange(policy.shape.topk, dtype=np.uint8)
     experts = np.broadcast_to(of_token, (2, len(policy.shape.moe_layers), len(of_token)))
     routes = {"routed_experts": experts, "routed_mask": np.ones(2, bool), "gate_weights": experts.astype(np.float32)}
-    dummy = replace(make_rollout(np.zeros(2)), **routes)
+    slots = np.arange(policy.shape.fields.get("dsa_indexer_topk", 0), dtype=np.int32)
+    keys = np.where(slots <= np.arange(2)[:, None, None], slots, -1).repeat(len(policy.shape.indexer_layers), 1)
+    dummy = replace(make_rollout(np.zeros(2)), **routes, indexer_topk=keys)
     with measuring(policy, parameters):
         for index in range(number):
             batch = [*rollouts[index : index + 1], *[dummy] * multiple][:multiple]
