@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # routing traces are read where torch is not installed
     import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-REPLAYED = ("routed_experts", "gate_weights", "indexer_topk")
+REPLAYED: tuple[str, ...] = ("routed_experts", "gate_weights", "indexer_topk")
 """Columns of a rollout that stay on the rank that sampled it, until each row travels to the layers that replay it."""
 
 

@@ -100,7 +100,7 @@ def test_keys_of_the_indexers_are_those_of_their_layers() -> None:
         ("absent", r"indexer_topk of 0 bytes, expected int32 \[4, 4, 3\]: start SGLang .*--enable-return-indexer-topk"),
         (encoded(keys_of(3)), "indexer_topk of 144 bytes"),
         ("%%%", "indexer_topk are no base64"),
-        (encoded(sent + 700), "keys behind their token: start SGLang with SGLANG_DSA_FUSE_TOPK=0"),
+        (encoded(sent + 700), "indexer_topk has keys behind their token: start SGLang with SGLANG_DSA_FUSE_TOPK=0"),
     ):
         with pytest.raises(TraceError, match=f"group 4 sample 1: {text}"):
             parse(answer(indexer_topk=wrong), params=KEYED, bounds=bounds)

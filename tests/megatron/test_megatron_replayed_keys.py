@@ -36,7 +36,7 @@ def with_keys(made: Sequence[Rollout]) -> list[Rollout]:
         visible = np.tri(rollout.num_tokens, dtype=bool)[:, None]
         order = np.where(visible, -keys, 1.0).argsort(-1)[..., :3].astype(np.int32)
         keys = np.where(order <= np.arange(rollout.num_tokens)[:, None, None], order, -1)
-        keys[~rollout.routed_mask] = 99
+        keys[~rollout.routed_mask] = 99  # type: ignore[operator]
         filled.append(replace(rollout, indexer_topk=keys))
     return filled
 
@@ -64,7 +64,7 @@ def logprobs(layout: dict[str, Any], replays: bool = True) -> list[tuple[tuple[i
 @pytest.mark.parametrize("case", [case(2, KEYS, name) for name in ("cp2", "pp2", "tp2 ep2 etp1", "")], ids=str)
 def test_every_layout_attends_to_the_keys_of_the_rollouts(case: Case, outcome: Any, in_model_folder: None) -> None:
     expected, native = logprobs({}), logprobs({}, replays=False)
-    found = [np.concatenate([values for _, values in one]) for one in (outcome, expected, native)]
+    found = [np.concatenate([values for _, values in one]) for one in (outcome, expected, native)]  # type: ignore[union-attr]
     np.testing.assert_allclose(found[0], found[1], atol=2e-5)
     assert np.abs(found[1] - found[2]).max() > 1e-2
 
