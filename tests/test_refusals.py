@@ -180,6 +180,11 @@ train.objective=kl_grpo 'train.objective_overrides={kl_at = "theta"}' rollout.pr
 megatron.overlap_param_gather=true parallel.distributed_optimizer=false
     | megatron.overlap_param_gather: found true | set parallel.distributed_optimizer = true
 megatron.hidden_dropout=0.1 | megatron.hidden_dropout: found 0.1, expected 0
+train.replay_gates=true | allowed
+train.replay_gates=true train.replay=r2 | train.replay_gates: found true, which goes only with replay = "r3"
+train.replay_indexer=true train.replay=none | train.replay_indexer: found true, which goes only with replay = "r3"
+train.replay_indexer=true rollout.engine=sglang | allowed
+train.replay_gates=true rollout.engine=sglang | rollout.engine = "sglang", which returns no gate weights
 train.replay_reference=true | train.replay_reference: found true with train.replay = "r3" and objective "minirl"
 train.replay_reference=true train.objective=kl_grpo train.replay=none | expected "r2" or "r3"
 launch.layout=disaggregated launch.server_nodes=1 | launch.layout: found "disaggregated" | which has no servers

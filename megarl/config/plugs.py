@@ -68,6 +68,11 @@ class EngineKind:
     together. A string "package.module:name" is imported when the run starts."""
     routes: bool = False
     """Returns the experts of every token; train.replay = "r3" needs them."""
+    gates: bool = False
+    """Returns the gate weights of experts if ``SamplingParams.return_gate_weights`` is set: train.replay_gates."""
+    indexer: bool = False
+    """Returns the keys that sparse attention selects if ``SamplingParams.return_indexer_topk`` is set:
+    train.replay_indexer."""
     fp8: bool = False
     """Can round its weights through FP8: rollout.fp8_rounding."""
     fp8_arithmetic: bool = False

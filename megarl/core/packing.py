@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.core.advantages.groups import Values
 from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import REPLAYED, Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
 TOKEN_COLUMNS = tuple(
@@ -140,7 +140,7 @@ def drop_routes(rollout: Rollout) -> Rollout:
     mask = rollout.routed_mask
     if mask is None and rollout.routed_experts is not None:
         mask = np.ones(rollout.num_tokens, bool)
-    return replace(rollout, routed_experts=None, routed_mask=mask)
+    return replace(rollout, **dict.fromkeys(REPLAYED), routed_mask=mask)
 
 
 def select(batch: TrainBatch, sequences: Sequence[int] | Tensor) -> TrainBatch:
@@ -230,6 +230,9 @@ def _check_shapes(rollout: Rollout) -> None:
     experts, mask = rollout.routed_experts, rollout.routed_mask
     if experts is not None and (experts.ndim != 3 or len(experts) != num_tokens):
         raise TraceError(f"{rollout.label}: routes are {list(experts.shape)}, expected [{num_tokens}, L, K]")
+    if (gates := rollout.gate_weights) is not None and (experts is None or gates.shape != experts.shape):
+        expected = "no routes" if experts is None else list(experts.shape)
+        raise TraceError(f"{rollout.label}: gate_weights are {list(gates.shape)} with routes {expected}")
     if mask is not None and mask.shape != (num_tokens,):
         raise TraceError(f"{rollout.label}: routed_mask is {list(mask.shape)}, expected [{num_tokens}]")
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # routing traces are read where torch is not installed
 FinishReason = Literal["stop", "length", "abort", "pause"]
 """pause: the engine was asked to stop. The rollout holds what it has so far, perhaps only the prompt; the response goes
 on later."""
+REPLAYED: tuple[str, ...] = ("routed_experts", "gate_weights", "indexer_topk")
+"""Columns of a rollout that stay on the rank that sampled it, until each row travels to the layers that replay it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,12 @@ class Rollout:
     reread_mask: np.ndarray | None = None
     """bool [T], True for a token whose keys, values and routes the engine has computed again after a retraction, while
     its log-probability is of the first time. None: no retraction."""
+    gate_weights: np.ndarray | None = None
+    """float32 [T, L, K], by which the engine multiplied the output of each of routed_experts, in their order; all
+    scaling included. None if they were not requested."""
+    indexer_topk: np.ndarray | None = None
+    """int32 [T, layers with an indexer, k], positions of the keys that sparse attention selected for each token t; the
+    row has min(t + 1, k) of them, then -1. None if they were not requested."""
 
     @property
     def label(self) -> str:

@@ -34,6 +34,10 @@ class SamplingParams:
     segment_tokens: int | None = None
     """After this number of tokens, an engine that decodes in batches answers its requests, unfinished responses with
     finish_reason "pause": new requests may take places in the next batch. None: a batch runs to its end."""
+    return_gate_weights: bool = False
+    """Whether rollouts with experts carry their gate weights too."""
+    return_indexer_topk: bool = False
+    """Whether rollouts with experts carry the keys that a sparse indexer selected, too."""
 
     @property
     def has_nucleus(self) -> bool:

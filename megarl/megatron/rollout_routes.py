@@ -2,13 +2,14 @@
 
 A row is the experts of one token in the MoE layers. A ``Placement``, a few integers per sequence, says which rows a
 rank has or wants. Ranks exchange placements and compute the rest. Then each row is sent once, as one byte per expert
-(two above 256 experts). A loop that builds ``MicroRoutes`` itself needs nothing of this.
+(two above 256 experts); further columns of the row travel with it, as bytes. A loop that builds ``MicroRoutes`` itself
+needs nothing of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.devices import to_device
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import REPLAYED, Rollout, TrainBatch
 from megarl.errors import TraceError
 from megarl.megatron.distributed import gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
@@ -25,6 +26,10 @@ from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.replay.records import MicroRoutes
 from megarl.routes import RoutingTrace
 from megarl.routes.trace import narrow_dtype
+
+Micros = Sequence[MicroBatch]
+Dtypes = Mapping[str, type[np.generic]]
+"""Of the columns of a rollout, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +149,11 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
     return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
 
 
-def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
-    """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
+def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool = False, keys: bool = False) -> None:
+    """TraceError naming the first rollout whose routes cannot be of this model; before a step.
+
+    gates: check gate weights, too; keys: those of indexers.
+    """
     expected = (len(shape.moe_layers), shape.topk)
     for r in rollouts:
         if (experts := r.routed_experts) is None:
@@ -158,34 +166,92 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
                 f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
                 f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
+        rows = slice(None) if r.routed_mask is None else r.routed_mask
+        if gates and (r.gate_weights is None or not np.isfinite(r.gate_weights[rows]).all()):
+            found = "none" if r.gate_weights is None else "some that are not finite"
+            raise TraceError(f"{r.label}: of gate weights found {found}, expected one for each expert of a row")
+        if keys:
+            _check_keys(r, len(shape.indexer_layers), shape.fields["dsa_indexer_topk"])
+
+
+def _check_keys(rollout: Rollout, num_layers: int, topk: int) -> None:
+    keys, expected = rollout.indexer_topk, (rollout.num_tokens, num_layers, topk)
+    if keys is None or keys.shape != expected:
+        found = "none" if keys is None else list(keys.shape)
+        raise TraceError(f"{rollout.label}: of keys of the indexers found {found}, expected {list(expected)}")
+    positions, ordered = np.arange(len(keys))[:, None, None], np.sort(keys, -1)
+    is_key = np.arange(topk) >= topk - 1 - positions  # -1 comes first in a sorted row
+    is_right = np.where(is_key, np.diff(ordered, prepend=-1) > 0, ordered == -1) & (ordered <= positions)
+    present = np.ones(len(keys), bool) if rollout.routed_mask is None else rollout.routed_mask
+    if (is_wrong := ~is_right.all(-1) & present[:, None]).any():
+        token, layer = np.argwhere(is_wrong)[0]
+        raise TraceError(
+            f"{rollout.label}, token {token}: keys {keys[token, layer].tolist()} of indexer {layer}, expected "
+            f"{min(token + 1, topk)} different positions up to {token}, then -1"
+        )
 
 
 def deliver_routes(
-    rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+    rollouts: Sequence[Rollout], micro_batches: Micros, layers: Sequence[int], shape: ModelShape, gates: bool = False
 ) -> list[MicroRoutes]:
     """R3: bring routes from the ranks that sampled to the ranks that replay; a collective call of a model copy.
 
     ``rollouts`` are the mini-batch that ``micro_batches`` split, each with ``routed_experts`` on at least one rank.
+    gates: bring ``gate_weights``, too.
     """
-    local_routes = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
-    dtype = narrow_dtype(shape.num_experts, signed=True)
-    empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
-    local_rows = np.concatenate([empty, *local_routes.values()], dtype=dtype, casting="unsafe")
-    have = Placement.of_sequences([*local_routes], [*map(len, local_routes.values())], shape.moe_layers)
+    dtypes = dict(zip(REPLAYED, (narrow_dtype(shape.num_experts, signed=True), np.float32)[: 1 + gates], strict=False))
     want = Placement.of_micro_batches(micro_batches, layers)
-    received = exchange(have, torch.from_numpy(local_rows), want, model_group()).split(want.rows_by_piece())
-    return [
-        select_routes(router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp), experts, micro.batch)
-        for micro, experts in zip(micro_batches, received, strict=True)
-    ]
+    parts = _deliver(rollouts, dtypes, shape.topk, shape.moe_layers, micro_batches, want)
+    return [select_routes(token, rows[0], micro.batch, *rows[1:]) for micro, token, rows in parts]
 
 
-def select_routes(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
-    """Experts [T_local, L_local, K] of ``router_tokens`` as MicroRoutes; missing rows and padding are not present."""
+def deliver_keys(
+    rollouts: Sequence[Rollout], micro_batches: Micros, layers: Sequence[int], shape: ModelShape
+) -> list[MicroBatch]:
+    """Return micro-batches that replay the rollouts' keys in the indexers of ``layers``; as ``deliver_routes``."""
+    # An indexer sees the tokens of all tensor-parallel ranks.
+    want = replace(Placement.of_micro_batches(micro_batches, layers), tp=(1, 0))
+    topk, replaying = shape.fields["dsa_indexer_topk"], []
+    parts = _deliver(rollouts, {"indexer_topk": np.int32}, topk, shape.indexer_layers, micro_batches, want)
+    for micro, token, (keys,) in parts:
+        assert micro.batch.routed_mask is not None
+        present = (token >= 0) & micro.batch.routed_mask[token.clamp(min=0)]
+        rows = to_device(keys.masked_fill(~present[:, None, None], -1), micro.slots.device)
+        packing = replace(micro.packing, replayed=dict(zip(layers, rows.unbind(1), strict=True)))
+        replaying.append(replace(micro, packing=packing))
+    return replaying
+
+
+def _deliver(
+    rollouts: Sequence[Rollout], dtypes: Dtypes, width: int, layers: Sequence[int], micros: Micros, want: Placement
+) -> Iterator[tuple[MicroBatch, torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """Yield each micro-batch, the packed token of each of its rows here, and the rows [T_local, L_local, width] of the
+    columns that ``dtypes`` names. layers: of the rollouts.
+    """
+    local = {index: rollout for index, rollout in enumerate(rollouts) if rollout.routed_experts is not None}
+    have = Placement.of_sequences([*local], [rollout.num_tokens for rollout in local.values()], layers)
+    columns, sizes = [], [width * np.dtype(dtype).itemsize for dtype in dtypes.values()]
+    for name, dtype in dtypes.items():
+        rows = [np.empty((0, len(layers), width), dtype), *(getattr(rollout, name) for rollout in local.values())]
+        columns.append(np.concatenate(rows, dtype=dtype, casting="unsafe").view(np.uint8))
+    received = exchange(have, torch.from_numpy(np.concatenate(columns, 2)), want, model_group()).transpose(0, 1).numpy()
+    # Copies, because a slice may begin where its dtype cannot.
+    parts = zip(np.split(received, np.cumsum(sizes)[:-1], 2), dtypes.values(), strict=True)
+    found = [torch.from_numpy(part.copy().view(dtype)).transpose(0, 1) for part, dtype in parts]
+    by_micro = zip(*(column.split(want.rows_by_piece()) for column in found), strict=True)
+    for micro, rows in zip(micros, by_micro, strict=True):
+        yield micro, router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp), rows
+
+
+def select_routes(
+    token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch, gates: torch.Tensor | None = None
+) -> MicroRoutes:
+    """Experts and gates [T_local, L_local, K] of ``router_tokens`` as MicroRoutes; missing rows and padding are not
+    present."""
     assert batch.routed_mask is not None
     place = token.clamp(min=0)
     present = (token >= 0) & batch.routed_mask[place]
-    return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place])
+    return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place], gates)
 
 
 def gather_shared(

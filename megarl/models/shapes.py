@@ -298,8 +298,10 @@ def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
 
 
-def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
-    """Return the 0-based layers that select keys: all, unless the class has layers that share a selection."""
+def find_indexers(hf: HFConfig | Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the 0-based layers that select keys: all, unless the class has layers that share a selection. ConfigError
+    for a config that contradicts itself.
+    """
     kinds, pattern, layers = hf.get("indexer_types"), hf.get("index_topk_pattern"), range(hf["num_hidden_layers"])
     step, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 0
     pattern = pattern or ["S" if max(layer - offset + 1, 0) % step else "F" for layer in layers]
@@ -389,7 +391,7 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         rotary_percent=rotated,
         latent_norm_epsilon=traits.get("latent_norm_epsilon"),
         norm_over_heads=traits.get("norm_over_heads", False),
-        indexer_layers=_indexer_layers(hf) if "dsa_indexer_topk" in fields else (),
+        indexer_layers=find_indexers(hf) if "dsa_indexer_topk" in fields else (),
         indexer_interleaved=bool(hf.get("indexer_rope_interleave")),
         rope_factor=None if is_latent or is_yarn else llama3_factor(rope),
     )

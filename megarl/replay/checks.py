@@ -147,6 +147,9 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
             f"{label}: routes of shape {tuple(experts.shape)}, expected [tokens, {len(hooks)} MoE layers of this rank, "
             f"top-{max(topk, default='k')}]"
         )
+    if (gates := micro_routes.gates) is not None and (gates.shape != experts.shape or not gates.is_floating_point()):
+        found = f"{gates.dtype} {list(gates.shape)}"
+        raise ReplayError(f"{label}: gates are {found}, expected floating {list(experts.shape)} as of experts")
     if not _holds_integers(experts):
         raise ReplayError(f"{label}: experts are {experts.dtype}, expected integers; convert them before the block")
     for name, column in (("present", present), ("token_ids", token_ids)):
@@ -165,7 +168,9 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
         mask, layers = None if present is None else present.numpy(), [hook.layer for hook in hooks]
         if error_text := describe_wrong_row(experts.detach().cpu().numpy(), hooks[0].num_experts, mask, layers):
             raise ReplayError(f"{label}, {error_text}; mark a row that is missing as not present instead of filling it")
-    return MicroRoutes(experts, present, token_ids)
+        if gates is not None and not bool(gates.detach().cpu()[... if present is None else present].isfinite().all()):
+            raise ReplayError(f"{label}: gates are not finite in a row that is present, expected the engine's weights")
+    return MicroRoutes(experts, present, token_ids, gates)
 
 
 def _holds_integers(tensor: torch.Tensor) -> bool:

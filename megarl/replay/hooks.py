@@ -6,6 +6,8 @@ outside the block, a hook routes natively.
 Megatron's auxiliary losses multiply an expert's mean score by the expert's share of the tokens, from a separate top-k.
 Under replay, tokens go elsewhere, so the losses count the dispatched experts (``count_dispatched``).
 
+Gate weights are replaced behind the router (``take_gates``), where all normalisation and scaling is done.
+
 A copy of a hooked model (``copy.deepcopy``, pickle) routes natively: hooks and wrapped methods of a copy are inert.
 """
 
@@ -70,6 +72,8 @@ class Hook:
         self.keeps_dispatched = False
         self.dispatched: dict[int, torch.Tensor] = {}
         """By thread, int64 [T_local, K]: experts of the latest call under replay; kept for auxiliary losses only."""
+        self.gates: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By thread, (experts, gates) [T_local, K] of the latest call, until the router has taken them."""
 
     @torch.no_grad()
     def log_probs(self, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -106,12 +110,15 @@ class Hook:
         assert default_compute_topk is not None
         question = Question(scores, default_compute_topk, topk, num_groups, group_topk)
         self.dispatched.pop(get_ident(), None)
+        self.gates.pop(get_ident(), None)
         call = self.log.identify(self)
         if call is None:
             return question.native()
         choice = call.session.choose(self, call, question)
         if self.keeps_dispatched and call.session.replays:
             self.dispatched[get_ident()] = choice[1]
+        if (gates := call.session.find_gates(self, call, choice[1])) is not None:
+            self.gates[get_ident()] = choice[1], gates
         return choice
 
 
@@ -175,9 +182,34 @@ def count_dispatched(router: TopKRouter, hook: Hook) -> None:
 
 
 def count_natively(router: TopKRouter) -> None:
-    """Restore Megatron's own losses."""
-    for name in _METHODS:
+    """Restore Megatron's own losses and gate weights."""
+    for name in (*_METHODS, "routing"):
         vars(router).pop(name, None)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Values of a rollout with the router's own gradient: ``own + (rollout - own).detach()``, but without rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        own = probs.gather(1, experts)
+        return probs.scatter(1, experts, torch.where(gates.isnan(), own, gates.to(probs.dtype)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0], None, None
+
+
+def take_gates(router: TopKRouter, hook: Hook) -> None:
+    """Make ``routing`` of this router return the gate weights of the hook's latest call, if it has some."""
+    setattr(router, "routing", partial(_replace_gates, router.routing, hook))  # noqa: B010 (a method for the type checker)
+
+
+def _replace_gates(method: _Method, hook: Hook | None, *arguments: Any, **options: Any) -> Any:
+    """A method (logits, ...) -> (probs [T_local, E], routing map) -> the same with the gates of the rollout."""
+    probs, routing_map = method(*arguments, **options)
+    replayed = None if hook is None else hook.gates.pop(get_ident(), None)
+    return (probs if replayed is None else _StraightThrough.apply(probs, *replayed)), routing_map
 
 
 def _dispatched(hook: Hook | None) -> torch.Tensor | None:

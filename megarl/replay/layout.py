@@ -46,9 +46,10 @@ def local_rows(
     token_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
+    gates: Tensor | None = None,
 ) -> MicroRoutes:
     """``RoutingReplay.rows`` of any rank: its global layers, and its size and rank in tp (1, 0 without SP) and cp.
-    ReplayError for columns of other shapes; experts [tokens, L, K].
+    ReplayError for columns of other shapes; experts, gates [tokens, L, K].
     """
     form = "[b, s, L, K]" if cu_seqlens is None else "[T, L, K] with cu_seqlens"
     lead = experts.dim() - 2
@@ -59,9 +60,9 @@ def local_rows(
             f"experts have {experts.size(-2)} layers, expected all {len(shape.moe_layers)} MoE layers of the model "
             f"({list(shape.moe_layers)}), without dense and exempt ones: rows() takes the columns of this rank itself"
         )
-    for name, column in (("present", present), ("token_ids", token_ids)):
-        if column is not None and column.shape != experts.shape[:lead]:
-            raise ReplayError(f"{name} is {list(column.shape)}, expected {list(experts.shape[:lead])} as of experts")
+    for name, column, dims in (("present", present, lead), ("token_ids", token_ids, lead), ("gates", gates, lead + 2)):
+        if column is not None and column.shape != experts.shape[:dims]:
+            raise ReplayError(f"{name} is {list(column.shape)}, expected {list(experts.shape[:dims])} as of experts")
     try:
         if cu_seqlens is None:
             token = _padded_rows(experts.size(0), experts.size(1), tp, cp)
@@ -76,7 +77,8 @@ def local_rows(
     place, columns = token.clamp(min=0), [shape.moe_layers.index(layer) for layer in layers]
     is_present = token >= 0 if present is None else (token >= 0) & present.flatten().cpu()[place]
     ids = None if token_ids is None else _take(token_ids, lead, place)
-    return MicroRoutes(_take(experts, lead, place)[:, columns], is_present, ids)
+    own_gates = None if gates is None else _take(gates, lead, place)[:, columns]
+    return MicroRoutes(_take(experts, lead, place)[:, columns], is_present, ids, own_gates)
 
 
 def _padded_rows(b: int, s: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:

@@ -16,6 +16,9 @@ class MicroRoutes:
     """bool [T_local], False where the row is missing and the router chooses; None = all present."""
     token_ids: torch.Tensor | None = None
     """integers [T_local], the token of each row, compared with the model's input; None skips the comparison."""
+    gates: torch.Tensor | None = None
+    """floating [T_local, L_local, K], the rollout's gate weights in the order of ``experts``, all scaling included;
+    None: the router's own."""
 
 
 @dataclass(frozen=True, slots=True)

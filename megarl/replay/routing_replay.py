@@ -2,9 +2,9 @@
 
 Megatron-Core from 0.16 on, or an older release after ``megarl patch``, asks ``router.router_replay`` for the experts of
 a batch. ``RoutingReplay`` sets one hook per router, which routes natively outside of ``record()`` and
-``replay(routes)``. Models do not share state. Only the choice of experts is replayed. Gate weights come from the logits
-of the pass at the replayed experts, and carry gradients to the router (Ma et al., arXiv 2510.11370; Zheng et al., arXiv
-2512.01374).
+``replay(routes)``. Models do not share state. Gate weights come from the logits of the pass at the replayed experts,
+and carry gradients to the router (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374). With
+``MicroRoutes.gates``, their values are the rollout's, and their gradients those of the logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, fitting_shape
-from megarl.replay.hooks import Hook, count_dispatched, count_natively, tap
+from megarl.replay.hooks import Hook, count_dispatched, count_natively, take_gates, tap
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.pass_log import PassLog
@@ -85,6 +85,7 @@ class RoutingReplay:
                     router.router_replay.remove_taps()
                 router.router_replay = hook = Hook(router, len(self._hooks), self._log, index, place == 0)
                 count_dispatched(router, hook)
+                take_gates(router, hook)
                 self._hooks.append(hook)
                 if hook.is_first:
                     hook.taps = tap(chunk, index, self._log)
@@ -104,16 +105,17 @@ class RoutingReplay:
         token_ids: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         cu_seqlens_padded: torch.Tensor | None = None,
+        gates: torch.Tensor | None = None,
     ) -> MicroRoutes:
         """Return the routes of one micro-batch as this rank's routers see them (TP with SP, CP, PP, VPP).
 
         Give the whole micro-batch on every rank, with all MoE layers of the model in layer order: experts [b, s, L, K],
         present bool [b, s], token_ids [b, s]; or packed [T, L, K], [T] and [T] with ``cu_seqlens`` int64 [N+1].
         ``cu_seqlens_padded``: those with padding, as in Megatron's PackedSeqParams; one more sequence may stand for
-        padding at the end. ReplayError if shapes do not fit.
+        padding at the end. gates: the engine's gate weights, as experts. ReplayError if shapes do not fit.
         """
         tp = split_position(self._config)
-        columns = experts, present, token_ids, cu_seqlens, cu_seqlens_padded
+        columns = experts, present, token_ids, cu_seqlens, cu_seqlens_padded, gates
         return local_rows(self.shape, self.layers, tp, cp_position(), *columns)
 
     def detach(self) -> None:
@@ -197,6 +199,7 @@ class RoutingReplay:
             self._log.close(block)
             for hook in self._hooks:
                 hook.dispatched.pop(get_ident(), None)
+                hook.gates.pop(get_ident(), None)
 
 
 def _check_share(name: str, value: float) -> float:

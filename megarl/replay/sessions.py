@@ -8,6 +8,7 @@ may overtake each other.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from threading import get_ident
 
 import torch
 
@@ -84,6 +85,11 @@ class _Table:
         copied = by_layer.to(hook.dtype, copy=True, memory_format=torch.contiguous_format)
         self.experts = to_device(copied, device)
         """[L_local, T_local, K], narrow."""
+        self.gates: torch.Tensor | None = None
+        """float32, as ``experts``; NaN where the router's own are taken."""
+        if routes.gates is not None:
+            gates = routes.gates.detach().float().index_fill(0, absent.to(routes.gates.device), torch.nan)
+            self.gates = to_device(gates.transpose(0, 1).contiguous(), device)
 
 
 def _make_tables(routes: Routes, hooks: Sequence[Hook], samples: bool = False) -> list[_Table]:
@@ -176,6 +182,17 @@ class Session:
             self._in_use[hook][call.micro], self._replaced[hook][call.micro] = experts.to(hook.dtype), count
         return self._in_use[hook][call.micro] if self._min_score else narrow
 
+    def find_gates(self, hook: Hook, call: RouterCall, experts: torch.Tensor) -> torch.Tensor | None:
+        """Return the gates of a call's routes, float32 [T_local, K], for the ``experts`` in use, [T_local, K].
+
+        NaN in a row takes the router's own, as in every row that does not use all its experts; None: all rows.
+        """
+        table = self._tables[call.micro] if self.replays else None
+        if table is None or table.gates is None:
+            return None
+        is_used = (table.experts[hook.column] == experts).all(1, keepdim=True)
+        return table.gates[hook.column].masked_fill(~is_used, torch.nan)
+
     def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
         """ReplayError as ``RoutingReplay.replay`` on closing, and if nothing was recorded."""
         if not self.replays and hooks and not block.passes:
@@ -188,6 +205,9 @@ class Session:
                     "each must be used once. Likely this router was bypassed, passes ran on another thread, or the "
                     "block closed too early; close it after the last forward pass, on the thread that opened it"
                 )
+            if get_ident() in hook.gates:
+                reason = "its own gate weights were used, because it does not call TopKRouter.routing; give no gates"
+                raise ReplayError(f"layer {hook.layer}: the router asked for experts, but {reason}")
         checks = DeviceChecks() if self._checks is None else self._checks
         recording.compared_tokens = check_tokens(self._routes, self.tokens, checks)
         if self._checks is None:

@@ -129,10 +129,7 @@ def decode_routes(
     """
     if len(text) > (longest := longest_text(num_rows, shape)):
         raise TraceError(f"{label}: routed_experts of {len(text)} characters, expected at most {longest}")
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
+    raw = _from_base64(text, "routed_experts", label)
     is_short = is_compact(raw)
     if is_short and logical_ids is not None:
         raise TraceError(f"{label}: megarl's plugin answers with experts: leave logical_ids out")
@@ -148,6 +145,31 @@ def decode_routes(
     trace = RoutingTrace.of_sets(trace.experts[first:], trace.num_experts, present, label)
     refuse_uncaptured(trace, tokens)
     return trace
+
+
+def _from_base64(text: str, name: str, label: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TraceError(f"{label}: {name} are no base64 ({error}); the answer was cut short") from error
+
+
+def decode_keys(text: str | None, shape: tuple[int, int, int], indexers: Sequence[int], label: str) -> np.ndarray:
+    """Return ``indexer_topk`` of SGLang's answer, int32 [rows + 1, indexers, k], with -1 for the last token.
+
+    ``text`` is base64 of int32 ``shape``, [rows, all layers, k]. Keys are positions in the request only on a server
+    with SGLANG_DSA_FUSE_TOPK=0. TraceError for keys behind their token, as slots of the cache are, and other shapes.
+    """
+    keys = np.frombuffer(_from_base64(text or "", "indexer_topk", label), np.int8)
+    if len(keys) != 4 * math.prod(shape):
+        raise TraceError(
+            f"{label}: indexer_topk of {len(keys)} bytes, expected int32 {list(shape)}: start SGLang (0.5.23) with "
+            "--enable-return-indexer-topk, one attention rank, and return_indexer_topk in the request"
+        )
+    rows = keys.view("<i4").reshape(shape)[:, list(indexers)]
+    if (rows > np.arange(len(rows))[:, None, None]).any():
+        raise TraceError(f"{label}: indexer_topk has keys behind their token: start SGLang with SGLANG_DSA_FUSE_TOPK=0")
+    return np.pad(rows, ((0, 1), (0, 0), (0, 0)), constant_values=-1)
 
 
 def longest_text(num_rows: int, shape: MoeShape) -> int:

@@ -3,7 +3,7 @@
     metadata  format, format_version, model, layers, num_experts, top_k, weight_versions, names
     tensors   routes uint8 [bytes] and route_offsets int64 [N+1]: the encoded traces back to back
               cu_seqlens int64 [N+1]
-              optional: tokens int32 [T], row_versions int32 [T]
+              optional: tokens int32 [T], row_versions int32 [T], gate_weights float32 [T, L, K]
 
 Lists in the metadata are JSON. Each encoded trace has a checksum, and is decoded on access.
 """
@@ -29,8 +29,8 @@ from megarl.routes.turns import row_versions
 
 FORMAT, FORMAT_VERSION = "megarl-routing-traces", 1
 MOST_EXPERTS = 65536
-_COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32)}
-"""Optional tensors with one entry per token."""
+_COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32), "gate_weights": np.dtype(np.float32)}
+"""Optional tensors with one entry, or row, per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,16 @@ class TracedSequence:
     """int32 [T], token ids."""
     row_versions: np.ndarray | None = None
     """int32 [T], version of the weights that chose the experts of each token."""
+    gate_weights: np.ndarray | None = None
+    """float32 [T, L, K], the weights of the experts."""
 
     def __post_init__(self) -> None:
-        size = len(self.trace.experts)
+        shape = self.trace.experts.shape
         for name, dtype in _COLUMNS.items():
-            column = getattr(self, name)
-            if column is not None and (column.dtype != dtype or column.shape != (size,)):
-                shape = list(column.shape)
-                raise TraceError(f"{self.name}: {name} is {column.dtype} {shape}, expected {dtype} [{size}]")
+            column, expected = getattr(self, name), shape if name == "gate_weights" else shape[:1]
+            if column is not None and (column.dtype != dtype or column.shape != expected):
+                found = list(column.shape)
+                raise TraceError(f"{self.name}: {name} is {column.dtype} {found}, expected {dtype} {list(expected)}")
 
 
 def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> TracedSequence:
@@ -78,14 +80,14 @@ def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> Traced
     if rollout.routed_experts is None:
         raise TraceError(f"{name}: the rollout has no routes; sample with return_routed_experts = True")
     trace = RoutingTrace(rollout.routed_experts, num_experts, present=rollout.routed_mask, label=name)
-    return TracedSequence(name, trace, rollout.tokens, row_versions(rollout))
+    return TracedSequence(name, trace, rollout.tokens, row_versions(rollout), rollout.gate_weights)
 
 
 def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSequence]) -> None:
     """Write a file; it appears complete or not at all.
 
     Raises TraceError if a sequence is not of the model that ``info`` describes, if two have one name, or if only some
-    of them have tokens or row_versions; ConfigError if the folder does not exist.
+    of them have an optional column; ConfigError if the folder does not exist.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -164,7 +166,7 @@ class TraceFile:
         """Size of all encoded traces, headers included."""
         self._columns = {name: _read_column(path, tensors, name, t) for name, t in _COLUMNS.items() if name in tensors}
         self.columns = tuple(self._columns)
-        """Which of tokens and row_versions the file holds."""
+        """Which optional columns the file holds."""
         self._offsets = _read_bounds(path, tensors, "route_offsets", len(self.names), self.num_route_bytes)
         self._cu_seqlens = _read_bounds(path, tensors, "cu_seqlens", len(self.names))
         self.num_tokens, self.lengths = int(self._cu_seqlens[-1]), np.diff(self._cu_seqlens)
@@ -233,10 +235,10 @@ def _number(names: Sequence[str], path: Path) -> dict[str, int]:
 
 
 def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype: np.dtype) -> np.ndarray:
-    column = tensors.get(name)
-    if column is None or column.dtype != dtype or column.ndim != 1:
+    column, dims = tensors.get(name), 3 if name == "gate_weights" else 1
+    if column is None or column.dtype != dtype or column.ndim != dims:
         description = "none" if column is None else f"{column.dtype} {list(column.shape)}"
-        raise TraceError(f"{path}: of tensor {name} found {description}, expected {dtype} with one dimension")
+        raise TraceError(f"{path}: of tensor {name} found {description}, expected {dtype} with {dims} dimension(s)")
     return column
 
 

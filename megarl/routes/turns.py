@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.core.types import Rollout
+from megarl.core.types import REPLAYED, Rollout
 from megarl.errors import RolloutError, TraceError
 
 if TYPE_CHECKING:
@@ -68,18 +68,21 @@ def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> 
 
 
 def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
-    old, new, old_mask, new_mask = earlier.routed_experts, later.routed_experts, earlier.routed_mask, later.routed_mask
-    if old is None and new is None and old_mask is None and new_mask is None:
+    pairs = {name: (getattr(earlier, name), getattr(later, name)) for name in (*REPLAYED, "routed_mask")}
+    pairs = {name: pair for name, pair in pairs.items() if any(column is not None for column in pair)}
+    if not pairs:
         return whole
-    if old is None or new is None or old_mask is None or new_mask is None:
-        raise TraceError(f"{label}: one turn has routes here and the other has none: join them where both have")
-    if old.shape[1:] != new.shape[1:]:
-        raise TraceError(
-            f"{label}: routes of {list(old.shape[1:])} and {list(new.shape[1:])} layers and experts: the turns are of "
-            "different models"
-        )
+    for name in ("routed_experts", "routed_mask", *pairs):
+        old, new = pairs.get(name, (None, None))
+        if old is None or new is None:
+            raise TraceError(f"{label}: one turn has {name} here and the other has none: join them where both have")
+        if old.shape[1:] != new.shape[1:]:
+            raise TraceError(
+                f"{label}: {name} of {list(old.shape[1:])} and {list(new.shape[1:])} layers and entries: the turns are "
+                "of different models"
+            )
     # Rows that were dropped after a retraction stay missing: the later turn's are of yet another pass.
-    kept_rows = np.flatnonzero(old_mask | _reread(earlier))
+    kept_rows = np.flatnonzero(pairs["routed_mask"][0] | _reread(earlier))
 
     def rows(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         merged = second.copy()
@@ -88,9 +91,8 @@ def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
 
     return replace(
         whole,
-        routed_experts=rows(old, new),
-        routed_mask=rows(old_mask, new_mask),
         route_versions=rows(row_versions(earlier), row_versions(later)),
+        **{name: rows(*pair) for name, pair in pairs.items()},
     )
 
 

@@ -43,6 +43,8 @@ class PackedSequences(PackedSeqParams):
     """int64 [S]: index that puts the tokens of all context-parallel ranks, in rank order, into packed order."""
     selected: dict[int, Tensor] = field(default_factory=dict)
     """Layer -> positions of the keys that the layer's indexer selected for each query, int32 [S / cp, top-k]."""
+    replayed: dict[int, Tensor] = field(default_factory=dict)
+    """As ``selected``, of a rollout, with -1 behind the keys of a row; the indexer selects for rows without keys."""
 
     @staticmethod
     def of(cu_seqlens: Tensor, cp_size: int = 1, device: torch.device | int | str = "cpu") -> PackedSequences:

@@ -7,6 +7,7 @@ matrix, which leaves their products unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -100,6 +101,9 @@ class SparseAttention(PackedAttention):
                 scores = torch.einsum("nqhk,nqh->nqk", scores, weights[part])
                 scores.masked_fill_(~visible_keys(at, length), -torch.inf)
                 selected[part] = scores.topk(self.topk).indices.int()
+        if (replayed := packing.replayed.get(self.source)) is not None:
+            # A row with less than k keys has all of them, the first too.
+            selected = torch.where((replayed >= 0).any(1, keepdim=True), replayed.clamp(min=0), selected)
         packing.selected[self.source] = selected
 
     def forward(self, *arguments: Any, packed_seq_params: Any = None, **options: Any) -> Tensor:
@@ -115,6 +119,12 @@ class SparseAttention(PackedAttention):
         chosen = torch.zeros(*rows.shape, length, dtype=torch.bool, device=rows.device)
         chosen.scatter_(-1, packing.selected[self.source][rows].long(), True)
         return (chosen & visible_keys(positions, length))[:, None]
+
+
+def find_indexers(chunks: Iterable[torch.nn.Module]) -> tuple[int, ...]:
+    """Return the 0-based global layers of the chunks that have an indexer."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return tuple(m.source for m in modules if isinstance(m, SparseAttention) and m.indexer is not None)
 
 
 class SparseLatentAttention(MLASelfAttention):

@@ -225,6 +225,7 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
             extra_args=(
                 *(["--trust-remote-code"] if config.model.trust_remote_code and find_tokenizer_code(model) else []),
                 *(["--load-format", "dummy"] if model != Path(config.model.path) else []),
+                *(["--enable-return-indexer-topk"] if config.train.replay_indexer else []),
                 *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
                 *settings.arguments,
             ),

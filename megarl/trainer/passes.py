@@ -171,6 +171,9 @@ def ref_pass(policy: Policy, reference: FrozenModel, mini: MiniBatch) -> list[to
     if reference.replay is not None:
         assert mini.replayed is not None, "routes are known before this pass"
         routing = reference.replay.replay(mini.replayed, min_agreement=0.0, checked=True)
+    else:
+        native = [replace(micro, packing=replace(micro.packing, replayed={})) for micro in mini.micro_batches]
+        mini = replace(mini, micro_batches=native)
     return run_pass(policy, mini, routing, chunks=reference.chunks).logprobs
 
 

@@ -33,9 +33,10 @@ from megarl.errors import AgreementError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.policy import Policy
-from megarl.megatron.rollout_routes import check_rollouts, deliver_routes
+from megarl.megatron.rollout_routes import check_rollouts, deliver_keys, deliver_routes
 from megarl.models.fit import check_reference, watches_routes
 from megarl.run.progress import Advance
+from megarl.stand_ins.sparse_attention import find_indexers
 from megarl.trainer import passes
 from megarl.trainer.mini_batch import FirstPass, Judged, MiniBatch, StepPlan, check_missing_rows, over_ranks, split
 from megarl.watch.tripwires import StepJudge
@@ -66,6 +67,7 @@ class TrainStep:
         """
         config, replay, shape = self.config, self.policy.replay, self.policy.shape
         is_r3, is_recorded = config.train.replay == "r3", all(map(has_routes, rollouts))
+        train = config.train
 
         def check_and_pack() -> TrainBatch:
             if not rollouts:
@@ -74,7 +76,7 @@ class TrainStep:
                     "lower train.mini_batches or raise rollout.prompts_per_step"
                 )
             if is_r3 or is_recorded:
-                check_rollouts(rollouts, shape)
+                check_rollouts(rollouts, shape, train.replay_gates, train.replay_indexer)
             batch = pack(rollouts, advantages)
             if is_r3:
                 check_missing_rows(batch, config.train.max_missing_rows)
@@ -86,7 +88,9 @@ class TrainStep:
         keys = np.array([(rollout.group, rollout.sample) for rollout in rollouts], float)
         engine_routes = None
         if replay is not None and is_recorded:
-            engine_routes = deliver_routes(rollouts, micro_batches, replay.layers, shape)
+            engine_routes = deliver_routes(rollouts, micro_batches, replay.layers, shape, train.replay_gates)
+        if train.replay_indexer:
+            micro_batches = deliver_keys(rollouts, micro_batches, find_indexers(self.policy.chunks), shape)
         return MiniBatch(micro_batches, denominators, keys, engine_routes, engine_routes if is_r3 else None)
 
     def look(

@@ -30,6 +30,7 @@ def turn(prompt: int, size: int, version: int, rows: range) -> Rollout:
         routed_mask=mask,
         weight_versions=np.full(size, version, np.int32),
         finish_reason="stop",
+        gate_weights=np.where(mask[:, None, None], ROUTES[:size] / 9 + version, 0).astype(np.float32),
     )
 
 
@@ -75,9 +76,11 @@ def test_a_later_turn_brings_the_rows_that_were_missing(begin: int) -> None:
     assert whole.route_versions is not None
     assert whole.routed_mask.tolist() == [True] * 8 + [False]
     assert np.array_equal(whole.routed_experts[:8], np.concatenate([ROUTES[:3] + 1, ROUTES[3:8] + 5]))
+    expected = np.concatenate([ROUTES[:3] / 9 + 1, ROUTES[3:8] / 9 + 5]).astype(np.float32)
+    assert np.array_equal(whole.gate_weights[:8], expected)  # type: ignore[index]
     assert whole.route_versions.tolist()[:8] == [1] * 3 + [5] * 5
     assert whole.prompt_length == 2
-    bare = [replace(t, routed_experts=None, routed_mask=None) for t in (FIRST, LATER)]
+    bare = [replace(t, routed_experts=None, routed_mask=None, gate_weights=None) for t in (FIRST, LATER)]
     assert join(*bare).routed_experts is None
     assert join(*bare).loss_mask.sum() == 5
 
@@ -111,10 +114,12 @@ def test_turns_that_do_not_go_together_are_errors() -> None:
         join(FIRST, replace(LATER, tokens=LATER.tokens + (np.arange(9) == 1)))
     with pytest.raises(TraceError, match="the prompt of 3 tokens does not begin with the 4 tokens"):
         join(FIRST, turn(prompt=3, size=9, version=5, rows=range(8)))
-    with pytest.raises(TraceError, match="one turn has routes here and the other has none"):
+    with pytest.raises(TraceError, match="one turn has routed_experts here and the other has none"):
         join(FIRST, replace(LATER, routed_experts=None, routed_mask=None))
-    with pytest.raises(TraceError, match=r"routes of \[2, 2\] and \[1, 2\] layers"):
+    with pytest.raises(TraceError, match=r"routed_experts of \[2, 2\] and \[1, 2\] layers"):
         join(FIRST, replace(LATER, routed_experts=LATER.routed_experts[:, :1]))  # type: ignore[index]
+    with pytest.raises(TraceError, match="one turn has gate_weights here and the other has none"):
+        join(replace(FIRST, gate_weights=None), LATER)
 
 
 def versions(of_tokens: list[int], present: list[bool]) -> Rollout:

@@ -29,6 +29,7 @@ def sequence(seed: int, tokens: int = 6, missing: tuple[int, ...] = (), columns:
         trace,
         tokens=np.arange(seed, seed + tokens, dtype=np.int32),
         row_versions=np.full(tokens, 10 + seed, dtype=np.int32),
+        gate_weights=np.random.default_rng(seed).random((tokens, 3, 2), np.float32),
     )
 
 
@@ -41,7 +42,7 @@ def test_round_trip(tmp_path):
     assert file.names == ("sample 0", "sample 1", "sample 2", "sample 3")
     assert (len(file), file.num_tokens, file.lengths.tolist()) == (4, 47, [6, 40, 0, 1])
     assert file.weight_versions == (10, 11, 13)
-    assert file.columns == ("tokens", "row_versions")
+    assert file.columns == ("tokens", "row_versions", "gate_weights")
     for expected, found in zip(written, file, strict=True):
         np.testing.assert_array_equal(found.trace.experts, expected.trace.experts)
         assert found.trace.num_missing == expected.trace.num_missing
@@ -70,6 +71,7 @@ def test_columns_must_fit_the_trace():
     for change, message in (
         ({"tokens": np.arange(5, dtype=np.int32)}, r"tokens is int32 \[5\], expected int32 \[6\]"),
         ({"row_versions": np.arange(6)}, "row_versions is int64"),
+        ({"gate_weights": np.ones((6, 6), np.float32)}, r"gate_weights is float32 \[6, 6\], expected .* \[6, 3, 2\]"),
     ):
         with pytest.raises(TraceError, match=f"sample 0: {message}"):
             replace(sequence(0, missing=(4,)), **change)

@@ -30,6 +30,10 @@ class Oracle:
         """int64 [T, L, K] as the routers return them."""
         return torch.stack([experts for _, _, experts in self._routed(tokens)], dim=1).numpy()
 
+    def gates(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """float32 [T, L, K], the weights beside ``routes``."""
+        return torch.stack([weights for _, weights, _ in self._routed(tokens)], dim=1).float().numpy()
+
     def clear(self, tokens: Sequence[int] | np.ndarray) -> int:
         """How many tokens come before the first for which rounding could decide between two experts.
 

@@ -127,7 +127,7 @@ def test_recorder_proves_one_row_per_token(tmp_path: Path) -> None:
             recorder.end_pass(6)
         model(ids[:, :1])
         recorder.end_pass(2)
-    whole = recorder.take()
+    whole = recorder.take()["routed_experts"]
     assert whole.shape == (8, 3, 2)
     assert len(np.unique(whole)) > 1
     with torch.no_grad(), recorder.recording():

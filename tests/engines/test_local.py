@@ -43,13 +43,15 @@ def test_logprobs_and_routes_equal_a_full_forward(
 ) -> None:
     requests = make_requests(12, lengths=(6, 6) if equal_lengths else (1, 12), copies=2)
     params = replace(PARAMS, temperature=temperature, top_p=top_p)
-    rollouts = engine.generate(requests, params)
+    rollouts = engine.generate(requests, replace(params, return_gate_weights=True))
+    assert all(rollout.gate_weights is None for rollout in engine.generate(requests[:2], params))
     for request, rollout in zip(requests, rollouts, strict=True):
         length = len(request.prompt_tokens)
         logprobs = sampling_logprobs(oracle.logits(rollout.tokens), temperature, top_p)
         expected = logprobs[:-1].gather(1, torch.tensor(rollout.tokens[1:, None]).long())[:, 0].numpy()
         np.testing.assert_allclose(rollout.rollout_logprobs[length:], expected[length - 1 :], atol=1e-5)
         assert np.array_equal(rollout.routed_experts, oracle.routes(rollout.tokens))  # the last token's row too
+        np.testing.assert_allclose(rollout.gate_weights, oracle.gates(rollout.tokens), atol=1e-5)
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
 
 

@@ -72,6 +72,9 @@ def test_commands_and_environments_are_the_tried_ones(monkeypatch: pytest.Monkey
     assert env["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
     resting = environment(dataclasses.replace(gpus, extra_args=("--enable-memory-saver",)))
     assert resting["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert "SGLANG_DSA_FUSE_TOPK" not in env
+    keyed = environment(dataclasses.replace(gpus, extra_args=("--enable-return-indexer-topk",)))
+    assert keyed["SGLANG_DSA_FUSE_TOPK"] == "0"
     assert 20000 <= free_port("127.0.0.1") < 30000  # below the range of outgoing connections
 
 

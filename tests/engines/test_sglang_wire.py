@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeCo
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams
-from megarl.engines.sglang.answers import Bounds, parse_answer
+from megarl.engines.sglang.answers import Bounds, longest_answer, parse_answer
 from megarl.errors import ConfigError, RolloutError, TraceError
 from megarl.files.hf_config import MoeShape
 from megarl.routes import encode
@@ -75,6 +75,35 @@ def test_an_answer_becomes_a_rollout() -> None:
     assert np.array_equal(found.routed_experts[:4], routes(4)[:, 1:])
     without = parse(answer(routed_experts="absent"), shape=None)
     assert (without.routed_experts, without.routed_mask) == (None, None)
+
+
+KEYED = replace(ENDED, return_indexer_topk=True)
+
+
+def keys_of(rows: int, width: int = 3) -> np.ndarray:
+    """int32 [rows, 4 layers, k]: the first positions, then -1, as SGLang fills a row."""
+    slots = np.arange(width, dtype="<i4")
+    keys = np.where(slots <= np.arange(rows)[:, None], slots, -1)[:, None]
+    return np.where(np.arange(4)[:, None] == 1, np.minimum(keys, 0), keys).astype("<i4")
+
+
+def test_keys_of_the_indexers_are_those_of_their_layers() -> None:
+    sent, bounds = keys_of(4), Bounds(indexers=(0, 2), indexer_topk=3)
+    found = parse(answer(indexer_topk=encoded(sent)), params=KEYED, bounds=bounds).indexer_topk
+    assert (found.dtype, found.shape) == (np.int32, (5, 2, 3))
+    assert np.array_equal(found[:4], sent[:, [0, 2]])
+    assert (found[4] == -1).all()
+    assert parse(answer(indexer_topk=encoded(sent))).indexer_topk is None
+    most = [longest_answer(REQUEST, SHAPE, params, bounds) for params in (ENDED, KEYED)]
+    assert most[1] - most[0] >= len(encoded(keys_of(len(REQUEST.prompt_tokens) + 4)))
+    for wrong, text in (
+        ("absent", r"indexer_topk of 0 bytes, expected int32 \[4, 4, 3\]: start SGLang .*--enable-return-indexer-topk"),
+        (encoded(keys_of(3)), "indexer_topk of 144 bytes"),
+        ("%%%", "indexer_topk are no base64"),
+        (encoded(sent + 700), "indexer_topk has keys behind their token: start SGLang with SGLANG_DSA_FUSE_TOPK=0"),
+    ):
+        with pytest.raises(TraceError, match=f"group 4 sample 1: {text}"):
+            parse(answer(indexer_topk=wrong), params=KEYED, bounds=bounds)
 
 
 def test_a_known_prefix_has_no_rows() -> None:

@@ -86,7 +86,9 @@ def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: 
     model = build(settings, Variant(router=router))
     layers = RoutingReplay(model.chunks).layers
     shape = replace(model.shape, fields={**model.shape.fields, "num_moe_experts": num_experts})
-    everything = _typed(rollouts(30, len(shape.moe_layers), min(num_experts, 256), shape.topk), num_experts)
+    everything = _with_gates(
+        _typed(rollouts(30, len(shape.moe_layers), min(num_experts, 256), shape.topk), num_experts)
+    )
     mine = everything[own_share(len(everything))]
     micros = micro_batches(settings, batch_of(mine))
     copy = distributed.model_group()
@@ -96,8 +98,12 @@ def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: 
     ]
     found = deliver_routes(scattered, micros, layers, shape)
     expected = [local_routes(micro, layers, shape) for micro in micros]
+    gated = deliver_routes(scattered, micros, layers, shape, gates=True)
     report = {
-        "same": all(_same(a, b) for a, b in zip(found, expected, strict=True)),
+        "same": all(
+            _same(a, c) and _same(b, c) and a.gates is None for a, b, c in zip(found, gated, expected, strict=True)
+        )
+        and all(torch.equal(micro.gates, _gates_of(micro.experts)) for micro in gated),
         "bytes": sum(routes.experts.untyped_storage().nbytes() for routes in found[:1]),
         "slots": sum(micro.num_slots for micro in micros),
         "layers": len(layers),
@@ -111,6 +117,15 @@ def _typed(made: list[Any], num_experts: int) -> list[Any]:
     if num_experts <= 256:
         return made
     return [replace(r, routed_experts=r.routed_experts.astype(np.uint16) + (num_experts - 256)) for r in made]
+
+
+def _gates_of(experts: Any) -> Any:
+    """Fractions that only float32 holds, so that gates tell whose they are; 0 as the expert of padding."""
+    return experts / np.float32(3.0) if isinstance(experts, np.ndarray) else experts.float() / 3.0
+
+
+def _with_gates(made: list[Any]) -> list[Any]:
+    return [replace(rollout, gate_weights=_gates_of(rollout.routed_experts.astype(np.float32))) for rollout in made]
 
 
 def _same(a: MicroRoutes, b: MicroRoutes) -> bool:

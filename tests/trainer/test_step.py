@@ -54,6 +54,16 @@ def test_acceptance_r3_has_no_router_disagreement_and_less_kl_on_the_same_rollou
     assert r3["rollout/k3"] < none["rollout/k3"]
 
 
+def test_gates_of_the_rollout_reach_the_first_pass(taken: dict[str, Taken], world: World) -> None:
+    gated = step_on(world.settings(train__replay="r3", train__replay_gates=True), world.rollouts()).step
+    assert gated["router/flip"] == 0.0
+    assert gated["rollout/k3"] not in (0.0, taken["r3"].step["rollout/k3"])
+    assert gated["rollout/k3"] < taken["none"].step["rollout/k3"]
+    bare = [replace(rollout, gate_weights=None) for rollout in world.rollouts()]
+    with pytest.raises(TraceError, match="group 0 sample 0: of gate weights found none"):
+        step_on(world.settings(train__replay="r3", train__replay_gates=True), bare)
+
+
 def test_without_replay_the_recorded_disagreement_is_the_native_one(taken: dict[str, Taken]) -> None:
     for mode in ("none", "r2"):
         found = taken[mode].step
@@ -370,13 +380,14 @@ def test_the_reference_is_another_model_that_never_moves_and_never_replays(world
 SAME: dict[str, Any] = {"train__replay_reference": True}
 
 
-@pytest.mark.parametrize("replay", ["r2", "r3"])
+@pytest.mark.parametrize("replay", ["r2", "r3", "r3 with gates"])
 @pytest.mark.parametrize("row", ["kl_grpo strong", "kl_grpo current", "minirl k3"])
 def test_the_kl_at_equal_weights_is_0_where_the_reference_replays_the_policys_routes(
     world: World, replay: str, row: str
 ) -> None:
     """The rollouts are of an engine whose weights went through FP8: its routes are not those of the trainer."""
-    settings = {**ROWS[row], **SAME, "train__replay": replay, "model__reference": str(world.model)}
+    settings = {**ROWS[row], **SAME, "train__replay": replay[:2], "model__reference": str(world.model)}
+    settings["train__replay_gates"] = replay == "r3 with gates"
     with training(world.settings(**settings, train__mini_batches=2 if row.startswith("kl") else 1)) as step:
         going = Going(step, world.rollouts()).look()
         for mini in going.minis:

@@ -193,7 +193,8 @@ def sample(
         SampleRequest(prompts[s // GROUP_SIZE].tokens, s // GROUP_SIZE, s % GROUP_SIZE, seed=s)
         for s in range(NUM_SEQUENCES)
     ]
-    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,), routes, max_kept_ids)
+    ends = (tokenizer.eos_token_id,)
+    params = SamplingParams(temperature, top_p, max_response_tokens, ends, routes, max_kept_ids, routes)
     made = engine.generate(requests, params)
     engine.close()
     return made

@@ -21,6 +21,7 @@ def for_model(config: Config, shape: "ModelShape", can_compare: bool) -> Iterato
     every, watches = config.log.traces_every, isinstance(config.train.max_native_flip, float)
     has_latents, family = shape.fields.get("multi_latent_attention"), shape.family
     yield config.row("fp8_latents", config.rollout.fp8_kv_cache and has_latents, family=family)
+    yield config.row("no_indexer", config.train.replay_indexer and not shape.indexer_layers, family=family)
     for key, is_set in (("train.max_native_flip", watches), ("log.traces_every", every)):
         yield config.row("no_routes_to_compare", shape.moe_layers and is_set and not can_compare, key=key)
     for name, is_set in (

@@ -121,6 +121,9 @@ def _replay(config: Tables) -> Iterator[Row]:
     has_reference = replay != "none" and train.resolved_objective.needs_ref_logprobs
     yield config.row("replay_reference", train.replay_reference and not has_reference)
     yield config.row("replay_min_score", train.replay_min_score and replay == "none")
+    kind = config.rollout.engine_kind
+    yield config.row("gates_of_engine", train.replay_gates and not kind.gates)
+    yield config.row("indexer_of_engine", train.replay_indexer and not kind.indexer)
     yield config.row("r3_of_engine", replay == "r3" and not config.rollout.engine_kind.routes)
     reads_scores = train.resolved_objective.router_shift_floor is not None
     for blocker in replay_blockers(config.megatron) if replay != "none" or reads_scores else ():

@@ -46,6 +46,12 @@ class TrainConfig(Table):
     replay_min_score: float = Field(default=0.0, ge=0, le=1)
     """Least score of a replayed expert, as a share of the weakest score in the training router's own top K; the best of
     the own top K take the place of other experts (docs/replay.md). 0 replays all experts."""
+    replay_gates: bool = False
+    """Whether r3 replays the engine's gate weights too: their values are the rollout's, their gradients the router's
+    own. Closes more of the gap between the engines, and hides how the router has changed since the rollout
+    (docs/replay.md)."""
+    replay_indexer: bool = False
+    """Whether r3 replays the keys that the engine's sparse attention selected (DeepSeek-V3.2, GLM-5)."""
     replay_reference: bool = False
     """Whether a reference policy uses the replayed experts too: the KL at equal weights is then exactly 0. Otherwise
     the reference policy routes natively."""
@@ -98,6 +104,8 @@ class TrainConfig(Table):
             _ = self.resolved_objective
         except ConfigError as error:
             yield True, f"objective_overrides: {str(error).removeprefix('objective: ')}"
+        # What training records itself closes no gap between the engines, and hides a change of the policy.
+        yield from self.only_with('replay = "r3"', self.replay == "r3", "replay_gates", "replay_indexer")
 
 
 def _load_part(key: str, path: str) -> Any:

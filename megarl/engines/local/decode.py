@@ -11,9 +11,10 @@ end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from megarl.core.types import Rollout, SampleRequest
+from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines.protocol import OnFinish, SamplingParams, too_many_kept
 from megarl.errors import NumericsError, RolloutError, TraceError
 from megarl.routes.trace import narrow_dtype
@@ -151,10 +152,11 @@ def decode(
 
     columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
     columns.append(torch.cat(logprobs).float().cpu().numpy())
-    if recorder is not None:
-        routes, drawn_as = recorder.take(), np.arange(ids.size, ids.size + len(columns[0]) - len(owners))
-        columns.append(routes[np.concatenate([read_as, drawn_as])])
-    rollouts = _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
+    rows = np.concatenate([read_as, np.arange(ids.size, ids.size + len(columns[0]) - len(owners))])
+    recorded = {} if recorder is None else {name: column[rows] for name, column in recorder.take().items()}
+    if (keys := recorded.get("indexer_topk")) is not None:
+        keys -= np.count_nonzero(~mask, 1)[prompt_of_request][columns[0]][:, None, None]  # padding comes first
+    rollouts = _cut_into_rollouts(requests, columns, recorded, len(owners), kept_steps, is_stop, version)
     for index in alive.tolist():
         rollouts[index] = replace(rollouts[index], finish_reason="pause")
     return rollouts
@@ -163,6 +165,7 @@ def decode(
 def _cut_into_rollouts(
     requests: Sequence[SampleRequest],
     columns: Sequence[np.ndarray],
+    recorded: Mapping[str, np.ndarray],
     num_read: int,
     kept_steps: Sequence[tuple[np.ndarray, np.ndarray]],
     is_stop: np.ndarray,
@@ -170,12 +173,16 @@ def _cut_into_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
 
-    columns: request, token, log-probability and, if recorded, experts of each token; first the ``num_read`` tokens of
-    all prompts, then step after step, as ``kept_steps``.
+    columns: request, token and log-probability of each token; first the ``num_read`` tokens of all prompts, then step
+    after step, as ``kept_steps`` and the columns of a recorder.
     """
     owners = columns[0]
     order, ends = np.argsort(owners, kind="stable"), np.bincount(owners).cumsum()
-    tokens, logprobs, *routes = (np.take(column, order, axis=0) for column in columns[1:])
+    tokens, logprobs = (np.take(column, order, axis=0) for column in columns[1:])
+    experts, gates, keys = (None if name not in recorded else recorded[name].take(order, 0) for name in REPLAYED)
+    if keys is not None:  # a row has too few before the k-th token, and the engine fills it with others
+        positions = np.arange(len(order)) - np.repeat(np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+        keys[(keys < 0) | (keys > positions[:, None, None])] = -1
     tokens = tokens.astype(np.int32)
     kept_counts, kept_ids = None, (empty := [None] * len(requests))
     if kept_steps:
@@ -184,14 +191,14 @@ def _cut_into_rollouts(
         ids = ids[np.argsort(np.repeat(owners[num_read:], counts), kind="stable")].astype(np.int32)
         kept_ids = np.split(ids, kept_counts.cumsum()[ends[:-1] - 1])
     generated, versions = order >= num_read, np.full(len(order), version, np.int32)
-    experts = [*routes, np.ones(len(order), bool)] if routes else [None, None]
+    mask = None if experts is None else np.ones(len(order), bool)
     bounds = [0, *ends.tolist()]
-    whole = [tokens, generated, logprobs, *experts, versions, kept_counts]
+    whole = [tokens, generated, logprobs, experts, mask, versions, kept_counts, gates, keys]
     views = [empty if column is None else [column[i:j] for i, j in pairwise(bounds)] for column in whole]
     reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
     groups, samples = [request.group for request in requests], [request.sample for request in requests]
-    *first, counts = views
-    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids)]
+    *first, counts, gate_weights, indexer_topk = views
+    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, gate_weights, indexer_topk)]
 
 
 def _sample(
@@ -288,7 +295,8 @@ class Noise:
 
 
 class RouteRecorder:
-    """Records the expert ids in the calls of each MoE layer of a transformers model.
+    """Records columns of rollouts in the calls of a transformers model: the experts of each MoE layer, and if asked
+    their gate weights, and the keys that each indexer of sparse attention selects.
 
     The hooks sit on the modules that hold the experts, not on the routers: some routers return logits only and leave
     the choice to the block around them, but every block calls ``experts(hidden_states, top_k_index, top_k_weights)``.
@@ -296,24 +304,29 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
-        self._begin()
-        num_experts = max((_num_experts(module) for _, module in self._modules), default=0)
-        self._dtype = narrow_dtype(num_experts)
-        self._narrow: torch.dtype = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
-
-    @property
-    def num_layers(self) -> int:
+        self._named = dict(model.named_modules())
+        experts = [name for name, module in self._named.items() if _num_experts(module)]
+        indexers = [name for name, module in self._named.items() if type(module).__name__.endswith("Indexer")]
+        self._layers = dict(zip(REPLAYED, (experts, experts, indexers), strict=True))
+        self.num_layers = len(experts)
         """Number of MoE layers, L."""
-        return len(self._modules)
+        num_experts = max((_num_experts(self._named[name]) for name in experts), default=0)
+        self._dtype = narrow_dtype(num_experts)
+        narrow = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
+        self._dtypes = dict(zip(REPLAYED, (narrow, torch.float32, torch.int32), strict=True))
+        self._begin(())
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the forward passes inside; outside the model has no hooks."""
-        self._begin()
+    def recording(self, columns: Collection[str] = REPLAYED[:1]) -> Iterator[None]:
+        """Record columns of a rollout in the passes inside; outside the model has no hooks. RolloutError for a column
+        of layers that the model has not.
+        """
+        if absent := [column for column in columns if not self._layers[column]]:
+            raise RolloutError(f"the model has no layers of {absent[0]}: do not request it")
+        self._begin(columns)
         handles = [
-            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
-            for layer, (_, module) in enumerate(self._modules)
+            self._named[name].register_forward_hook(partial(self._add, column, name), with_kwargs=True)
+            for column, name in self._seen
         ]
         try:
             yield
@@ -323,31 +336,41 @@ class RouteRecorder:
 
     def end_pass(self, num_tokens: int) -> None:
         """End a forward pass; TraceError if a layer did not see exactly one row per input token."""
-        for (name, _), passes in zip(self._modules, self._seen, strict=True):
+        for (_, name), passes in self._seen.items():
             shape = tuple(passes[-1].shape) if len(passes) > self._num_passes else None
             if shape is None or len(shape) != 2 or shape[0] != num_tokens:
                 raise TraceError(f"{name} routed {shape}, expected [{num_tokens}, top-k]: one row per token")
         self._num_passes += 1
-        self._num_rows += num_tokens
 
-    def take(self) -> np.ndarray:
-        """Returns the rows of all passes, one after the other: uint8 (E <= 256) or uint16 [rows, L, K]; once."""
-        rows = torch.cat([ids for passes in self._seen for ids in passes]).to(self._narrow).cpu().numpy()
-        routes = rows.view(self._dtype).reshape(self.num_layers, self._num_rows, -1)
-        self._begin()
-        return routes.transpose(1, 0, 2)
+    def take(self) -> dict[str, np.ndarray]:
+        """Returns the rows of all passes, one after the other, [rows, L, K], by column; once.
 
-    def _begin(self) -> None:
-        self._seen: list[list[torch.Tensor]] = [[] for _ in self._modules]  # by layer, pass after pass
-        self._num_passes = self._num_rows = 0
+        Experts are uint8 (E <= 256) or uint16; keys count from the first token of the batch, padding included.
+        """
+        columns: dict[str, list[torch.Tensor]] = {}
+        for (column, _), passes in self._seen.items():
+            columns.setdefault(column, []).append(torch.cat(passes))
+        found = {name: torch.stack(rows, 1).to(self._dtypes[name]).cpu().numpy() for name, rows in columns.items()}
+        self._begin(())
+        return found | {"routed_experts": found["routed_experts"].view(self._dtype)}
 
-    def _hook(self, layer: int) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if len(self._seen[layer]) > self._num_passes:
-                raise TraceError(f"{self._modules[layer][0]} ran twice in one forward pass")
-            self._seen[layer].append(args[1] if len(args) > 1 else kwargs["top_k_index"])
+    def _begin(self, columns: Iterable[str]) -> None:
+        # By column and layer, pass after pass.
+        self._seen: dict[tuple[str, str], list[torch.Tensor]] = {
+            (c, name): [] for c in columns for name in self._layers[c]
+        }
+        self._num_passes = 0
 
-        return record
+    def _add(self, column: str, name: str, module: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        passes = self._seen[column, name]
+        if len(passes) > self._num_passes:
+            raise TraceError(f"{name} ran twice in one forward pass")
+        if column == "indexer_topk":
+            keys = output.flatten(0, 1)
+            passes.append(nn.functional.pad(keys, (0, module.index_topk - keys.size(1)), value=-1))
+        else:
+            place, argument = (1, "top_k_index") if column == "routed_experts" else (2, "top_k_weights")
+            passes.append(args[place] if len(args) > place else kwargs[argument])
 
 
 def _num_experts(module: nn.Module) -> int:

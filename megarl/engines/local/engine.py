@@ -21,7 +21,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
-from megarl.core.types import Rollout, SampleRequest
+from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines import protocol
 from megarl.engines.local.decode import RouteRecorder, decode
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session, prompt_alone
@@ -133,7 +133,10 @@ class LocalEngine(Engine):
         # Requests of similar length share a batch, for little padding.
         order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
         rollouts: list[Rollout] = []
-        with self._arithmetic, nullcontext() if recorder is None else recorder.recording():
+        asked = zip(REPLAYED, (True, params.return_gate_weights, params.return_indexer_topk), strict=True)
+        columns = [name for name, is_asked in asked if is_asked]
+        recording = nullcontext() if recorder is None else recorder.recording(columns)
+        with self._arithmetic, recording:
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
                 indices = order[start : start + self._max_batch_size]
                 batch, cache = [requests[i] for i in indices.tolist()], self._cache(config=self._model.config)

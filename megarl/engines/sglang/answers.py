@@ -23,7 +23,7 @@ from megarl.engines.protocol import SamplingParams, limit_response, prompt_alone
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
-from megarl.routes.answers import longest_text, routes_from_sglang
+from megarl.routes.answers import decode_keys, longest_text, routes_from_sglang
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
 LEAST_LOGPROB = -45.0
@@ -47,6 +47,9 @@ class Bounds:
     """Of the model, for prompt and response."""
     end_tokens: frozenset[int] = frozenset()
     """The model's own end tokens, at which a server stops beside the request's."""
+    indexers: tuple[int, ...] = ()
+    """Layers with an indexer of sparse attention, 0-based."""
+    indexer_topk: int = 0
 
 
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -75,6 +78,7 @@ class _Meta(BaseModel):
     weight_versions: list[_Span] | None = None
     num_retractions: Annotated[int, Field(ge=0)] | None = None
     routed_experts: str | None = None
+    indexer_topk: str | None = None
 
 
 class _Answer(BaseModel):
@@ -129,7 +133,10 @@ def parse_answer(
         elif len(ids) > params.max_kept_ids:
             raise too_many_kept(request, len(ids), params.max_kept_ids, len(output))
     tokens = np.concatenate([request.prompt_tokens, output], dtype=np.int32)
-    experts = mask = None
+    experts = mask = keys = None
+    if shape is not None and params.return_indexer_topk:
+        shapes = (len(tokens) - 1, shape.num_layers, bounds.indexer_topk), bounds.indexers
+        keys = decode_keys(meta.indexer_topk, *shapes, label)
     if shape is not None:
         trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens.tolist(), label=label)
         experts, mask = trace.experts, trace.row_mask
@@ -147,14 +154,17 @@ def parse_answer(
         kept_ids=ids,
         # Every generated token but the last may have been read again: the server read all tokens before a retraction.
         reread_mask=np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1)) if meta.num_retractions else None,
+        indexer_topk=keys,
     )
 
 
-def longest_answer(request: SampleRequest, shape: MoeShape | None, params: SamplingParams) -> int:
+def longest_answer(request: SampleRequest, shape: MoeShape | None, params: SamplingParams, bounds: Bounds) -> int:
     """Return the bytes of the longest honest answer to a request."""
     num_tokens = len(request.prompt_tokens) + params.max_response_tokens
     nuclei = 12 * MOST_DRAWN_FROM if params.has_nucleus else 0
     routes = 0 if shape is None else longest_text(num_tokens, shape)
+    if shape is not None and params.return_indexer_topk:
+        routes += 6 * num_tokens * shape.num_layers * bounds.indexer_topk  # base64 of 4 bytes, and room
     return (1 << 20) + (TOKEN_BYTES + nuclei) * num_tokens + routes
 
 

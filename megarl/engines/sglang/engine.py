@@ -23,6 +23,7 @@ from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.files.hf_config import MoeShape
+from megarl.models.shapes import find_indexers
 
 
 class SGLangEngine(Engine):
@@ -64,6 +65,8 @@ class SGLangEngine(Engine):
             int(config.get("vocab_size") or 1 << 31),
             int(config.get("max_position_embeddings") or 1 << 30),
             frozenset([] if ends is None else np.ravel(ends).tolist()),
+            find_indexers(config) if config.get("index_topk") else (),
+            config.get("index_topk") or 0,
         )
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._form, self._reread = form or WeightForm(torch.bfloat16), reread
@@ -91,7 +94,7 @@ class SGLangEngine(Engine):
         self._sampling = True
         try:
             body = partial(self._make_body, params=params)
-            most_bytes = partial(longest_answer, shape=shape, params=params)
+            most_bytes = partial(longest_answer, shape=shape, params=params, bounds=self._bounds)
             call = Call(body, decode, on_finish, str(version), most_bytes, self._reread == "ask")
             self._client.converse(begin, call)
         finally:
@@ -161,6 +164,7 @@ class SGLangEngine(Engine):
             "return_prompt_token_ids": True,
             "return_routed_experts": params.return_routed_experts,
             "routed_experts_start_len": request.known_rows,
+            **({"return_indexer_topk": True} if params.return_indexer_topk else {}),
             "stream": False,
         }
 

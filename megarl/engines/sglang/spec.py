@@ -95,6 +95,8 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts against the two together
         env = without_expandable_segments(env)
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
+    if "enable_return_indexer_topk" in parse_arguments(spec.extra_args):
+        env["SGLANG_DSA_FUSE_TOPK"] = "0"  # else keys are slots of the cache
     # Without these variables a crashed server is silent for 65 seconds, to dump its GPU state.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     env.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")

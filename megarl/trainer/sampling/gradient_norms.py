@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.nn import Parameter
 
+from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import NumericsError
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
@@ -48,12 +49,15 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: Bl
     # Dummies, two tokens without loss, make as many passes on all copies, and enough micro-batches.
     of_token = np.arange(policy.shape.topk, dtype=np.uint8)
     experts = np.broadcast_to(of_token, (2, len(policy.shape.moe_layers), len(of_token)))
-    dummy = replace(make_rollout(np.zeros(2)), routed_experts=experts, routed_mask=np.ones(2, bool))
+    routes = {"routed_experts": experts, "routed_mask": np.ones(2, bool), "gate_weights": experts.astype(np.float32)}
+    slots = np.arange(policy.shape.fields.get("dsa_indexer_topk", 0), dtype=np.int32)
+    keys = np.where(slots <= np.arange(2)[:, None, None], slots, -1).repeat(len(policy.shape.indexer_layers), 1)
+    dummy = replace(make_rollout(np.zeros(2)), **routes, indexer_topk=keys)
     with measuring(policy, parameters):
         for index in range(number):
             batch = [*rollouts[index : index + 1], *[dummy] * multiple][:multiple]
             if train_step.config.train.replay != "r3":  # no comparison with the routes is made
-                batch = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in batch]
+                batch = [replace(drop_routes(rollout), routed_mask=None) for rollout in batch]
             for parameter in parameters:
                 vars(parameter)["main_grad"].zero_()
             _backward(train_step, train_step.prepare(batch, np.ones(len(batch))))
