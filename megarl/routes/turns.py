@@ -9,7 +9,7 @@ weights behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +49,15 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
         weight_versions=np.concatenate([earlier.weight_versions, later.weight_versions[size:]]),
     )
     return _join_routes(_join_kept(whole, earlier, later, label), earlier, later, label)
+
+
+def cut(rollout: Rollout, size: int) -> Rollout:
+    """Return the first ``size`` tokens with their columns, as of a response that stopped there."""
+    columns = {field.name: getattr(rollout, field.name) for field in fields(rollout) if field.name != "kept_ids"}
+    columns = {name: column[:size] for name, column in columns.items() if isinstance(column, np.ndarray)}
+    if rollout.kept_ids is not None:
+        columns["kept_ids"] = rollout.kept_ids[: columns["kept_counts"].sum()]
+    return replace(rollout, **columns, finish_reason="stop")
 
 
 def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:

@@ -144,7 +144,7 @@ def _prepare(request: EvalRequest) -> Task:
     tokenizer = load_model_tokenizer(config.model)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
-    make_environment(config.environment)
+    make_environment(config.environment, tokenizer)
     prompts = {benchmark.name: benchmarks.load(benchmark, tokenizer, config) for benchmark in request.benchmarks}
     require_own_files(out / "eval.json", *(out / name / file for name in prompts for file in _FILES))
     try:
