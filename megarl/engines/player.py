@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 import numbers
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -124,18 +123,14 @@ class EpisodeResult:
     """Generated tokens that are not in ``rollout``: of an agent that left a conversation for another."""
 
 
-class Agent(ABC):
-    """Plays episodes by itself: it asks for turns, as often as it likes."""
+class Agent:
+    """Plays episodes without the player: it asks for turns, as often as it likes."""
 
-    @abstractmethod
     async def play(
-        self, player: Player, result: EpisodeResult, session: Session, request: SampleRequest, prompt: str,
-        clock: asyncio.Timeout,
-    ) -> None:  # fmt: skip
-        """Play an episode, and fill the result as it goes; errors as in ``Player.play_episode``.
-
-        prompt: as in ``Player.play_episode``. clock: gets the deadline of the episode at the end of the first turn.
-        """
+        self, player: Player, session: Session, request: SampleRequest, prompt: str, result: EpisodeResult
+    ) -> None:
+        """Play an episode, and fill the result turn by turn; errors as in ``Player.play_episode``."""
+        raise NotImplementedError
 
 
 class EpisodeError(Exception):
@@ -197,7 +192,7 @@ class Player:
         try:
             async with asyncio.timeout(None) as clock:
                 if isinstance(self.environment, Agent):
-                    await self.environment.play(self, result, session, request, prompt, clock)
+                    await self.environment.play(self, session, request, prompt, result)
                 else:
                     with foreign_code("the environment failed to begin"):
                         episode = self.environment.begin(prompt, request.seed)
@@ -231,7 +226,8 @@ class Player:
             if budget < 1:  # only in the first turn: the room for later turns is checked below
                 raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
             limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
-            result.rollout = whole = await sample_turn(session, request, index, tokens, limit, result.rollout)
+            asked = replace(request, prompt_tokens=tokens, max_response_tokens=limit)
+            result.rollout = whole = await sample_turn(session, asked, index, result.rollout)
             result.turn_ends.append(whole.num_tokens - 1)
             result.turn_rewards.append(None)
             if index == 0:  # the first turn may have waited long in the engine's queue
@@ -246,7 +242,7 @@ class Player:
             result.turn_rewards[-1] = None if observation.reward is None else float(observation.reward)
             if observation.done:
                 return
-            tokens = np.concatenate([whole.tokens, encode_observation(tokenizer, observation.text, limits.vocabulary)])
+            tokens = np.concatenate([whole.tokens, encode_text(tokenizer, observation.text, limits.vocabulary)])
             if index + 1 == limits.turns or limits.tokens_left(len(tokens), prompt_length) < 1:
                 result.rollout = replace(whole, finish_reason="length")
                 return
@@ -274,16 +270,13 @@ class Player:
         return tuple(sorted(rewards))
 
 
-async def sample_turn(
-    session: Session, request: SampleRequest, index: int, tokens: np.ndarray, limit: int, earlier: Rollout | None
-) -> Rollout:
-    """Sample turn ``index`` after ``tokens``, which begin with the tokens of ``earlier``; return all as one sequence.
+async def sample_turn(session: Session, request: SampleRequest, index: int, earlier: Rollout | None) -> Rollout:
+    """Sample turn ``index`` after the request's tokens, which begin with those of ``earlier``; return all turns joined.
 
-    EpisodeError if the engine aborts the turn.
+    The request has the seed of the episode. EpisodeError if the engine aborts the turn.
     """
-    known, seed = 0 if earlier is None else known_rows(earlier), turn_seed(request.seed, index)
-    asked = replace(request, prompt_tokens=tokens, seed=seed, known_rows=known, max_response_tokens=limit)
-    turn = await session.sample(asked)
+    known = 0 if earlier is None else known_rows(earlier)
+    turn = await session.sample(replace(request, seed=turn_seed(request.seed, index), known_rows=known))
     if turn.finish_reason == "abort":
         raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
     return turn if earlier is None else join(earlier, turn)
@@ -338,7 +331,7 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
     return observation
 
 
-def encode_observation(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
     if not text:
         return np.zeros(0, dtype=np.int32)
     try:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.core.types import SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import ChatTemplate
-from megarl.engines.agents.endpoint import ForeignAgent
+from megarl.engines.agents import ForeignAgent
 from megarl.engines.player import EpisodeLimits, EpisodeResult, Player
 from megarl.engines.protocol import Engine, SamplingParams, Session
 

@@ -6,7 +6,6 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
-import pytest
 from agent_worlds import answer_of, chat_tokenizer, plain_http, play_agents
 from episode_worlds import check_teacher_forced, play_all, says
 from rollout_oracle import Oracle, make_requests

@@ -35,7 +35,7 @@ from megarl.data.benchmarks import HELDOUT, Benchmark, choose, load
 from megarl.data.judge import Judge
 from megarl.data.prompts import ChatTemplate, Prompt, load_prompts
 from megarl.data.tokenizer import count_rows, load_model_tokenizer
-from megarl.engines.agents.endpoint import ForeignAgent
+from megarl.engines.agents import ForeignAgent
 from megarl.engines.player import Agent, Draw, EpisodeLimits, Player, Sample
 from megarl.engines.protocol import Engine
 from megarl.engines.tools.calculator import CalculatorTool
@@ -272,8 +272,8 @@ def make_environment(
         return ToolEnvironment([_tool(name, config) for name in config.tools], form)
     factory = load_plug("environment.function", config.function, "tools")
     if iscoroutinefunction(factory):
-        parameters = ", ".join([*config.options, *ForeignAgent.PARAMETERS])
-        check_function("environment.function", config.function, factory, f"*, {parameters}")
+        parameters = ", ".join(["*", *config.options, "prompt", "base_url", "api_key", "seed"])
+        check_function("environment.function", config.function, factory, parameters)
         if tokenizer is None or not tokenizer.chat_template:
             raise ConfigError("environment.function: found an agent, but the tokenizer has no chat template")
         return ForeignAgent(factory, config.options, ChatTemplate(tokenizer, arguments))
