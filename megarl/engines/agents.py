@@ -15,7 +15,6 @@ sampled whole, so that a stream has the answer in one piece.
 import asyncio
 import json
 import secrets
-import time
 import tomllib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +63,6 @@ class Conversation:
     answers: list[asyncio.Task[Json]] = field(default_factory=list)
     is_full: bool = False
     """Whether the last request found no room: the agent may well give up."""
-    num_generated: int = 0
     _num_requests: int = 0
     _num_sampling: int = 0
     _ends_at: float | None = None
@@ -81,104 +79,102 @@ class Conversation:
 
         DataError for a request that cannot be served. The coroutine raises errors of the engine.
         """
-        for key, values in _VALUES.items():
-            if asked.get(key) not in (None, *values):
-                raise DataError(f"{key}: found {asked[key]!r:.80}, expected one of {values}, or no {key}")
-        limits = self.player.limits
+        limits, index = self.player.limits, self._num_requests
         try:
+            for key, values in _VALUES.items():
+                if asked.get(key) not in (None, *values):
+                    raise DataError(f"{key}: found {asked[key]!r:.80}, expected one of {values}, or no {key}")
             tools = None if asked.get("tool_choice") == "none" else asked.get("tools")
             text = self.chat.render_agent([self._restore(message) for message in asked["messages"]], tools)
             before = max(filter(text.startswith, self._sequences), key=len, default="")
             tokens = encode_text(self.player.tokenizer, text[len(before) :], limits.vocabulary)
             stop, most = asked.get("stop") or [], asked.get("max_completion_tokens") or asked.get("max_tokens")
-            stops = [stop] if isinstance(stop, str) else [*filter(str.strip, stop)]
-            longest = [int(limit) for limit in (limits.turn_tokens, most) if limit is not None]
+            asked["stop"] = [stop] if isinstance(stop, str) else [*filter(None, stop)]
+            longest = min(
+                int(limit) for limit in (limits.turn_tokens, most, limits.response_tokens) if limit is not None
+            )
+            if not text or longest < 1:
+                raise DataError("found no text, or max_tokens below 1")
         except (AttributeError, EpisodeError, LookupError, TypeError, ValueError) as error:
             raise DataError(f"the request cannot be read: {describe(error)}") from error
         if (earlier := self._sequences.get(before, EpisodeResult())).rollout is not None:
             tokens = np.concatenate([earlier.rollout.tokens, tokens])
-        room, index = limits.tokens_left(len(tokens), 0), self._num_requests
+        room = limits.tokens_left(len(tokens), 0)
         self.is_full = room < 1 or index == limits.turns
         if self.is_full:
             facts = f"found request {index} with {len(tokens)} tokens, expected at most {len(tokens) + room - 1}"
             raise NoRoomError(f"{facts}, and {limits.turns} requests")
-        if not len(tokens) or min(room, *longest) < 1:
-            raise DataError("found messages without text, or max_tokens below 1, expected at least 1 token")
         self._num_requests += 1
-        request = replace(self.request, prompt_tokens=tokens, max_response_tokens=min(room, *longest))
-        return self._sample(asked, index, text, request, earlier, stops)
+        request = replace(self.request, prompt_tokens=tokens, max_response_tokens=min(room, longest))
+        return self._sample(asked, index, text, request, earlier)
 
-    async def _sample(
-        self, asked: Json, index: int, text: str, request: SampleRequest, earlier: EpisodeResult, stops: list[str]
-    ) -> Json:
+    async def _sample(self, asked: Json, index: int, text: str, request: SampleRequest, earlier: EpisodeResult) -> Json:
         """Sample the turn after the request's tokens, whose text is ``text``, up to the first stop text."""
-        limits, decode, start = self.player.limits, self._decode, len(request.prompt_tokens)
+        tokenizer, limits, decode, start = (
+            self.player.tokenizer,
+            self.player.limits,
+            self._decode,
+            len(request.prompt_tokens),
+        )
         self._num_sampling += 1
-        self.deadline.reschedule(self._ends_at)
+        self._limit(self._ends_at)
         whole, now = await sample_turn(self.session, request, index, earlier.rollout), asyncio.get_running_loop().time()
         self._num_sampling -= 1
         self._ends_at = self._ends_at or now + limits.episode_s
-        self.deadline.reschedule(self._ends_at if self._num_sampling else min(self._ends_at, now + limits.step_s))
+        self._limit(self._ends_at if self._num_sampling else min(self._ends_at, now + limits.step_s))
         written = decode(whole.tokens[start:])
-        if ends := [written.find(stop) + len(stop) for stop in stops if stop in written]:
-            last = step_tokens(self.player.tokenizer, whole.tokens[start:], [min(ends)], special_tokens=True)
+        if ends := [written.find(stop) + len(stop) for stop in asked["stop"] if stop in written]:
+            last = step_tokens(tokenizer, whole.tokens[start:], [min(ends)], special_tokens=True)
             whole = cut(whole, start + int(last[0]) + 1)
         generated, turn_ends = whole.tokens[start:], [*earlier.turn_ends, whole.num_tokens - 1]
         self._sequences[text + decode(generated)] = EpisodeResult(whole, turn_ends)
-        self.num_generated += len(generated)
+        result, is_whole = self.result, whole.finish_reason == "stop"
+        result.num_dropped += len(generated)
         if index > self._last:
-            self._last, result = index, self.result
-            result.rollout, result.turn_ends, result.turn_rewards = whole, turn_ends, [None] * len(turn_ends)
-        content, ends = decode(generated, True), whole.finish_reason == "stop"
-        content = content[: min((content.find(stop) for stop in stops if stop in content), default=None)]
-        calls = Hermes().calls(content) if asked.get("tools") and ends else []
-        called = (
-            [] if any(call.error for call in calls) else [{"name": c.tool, "arguments": c.arguments} for c in calls]
-        )
+            self._last, result.rollout, result.turn_ends = index, whole, turn_ends
+            result.turn_rewards = [None] * len(turn_ends)
+        content = decode(generated, True)
+        content = content[: min((content.find(stop) for stop in asked["stop"] if stop in content), default=None)]
+        calls = Hermes().calls(content) if asked.get("tools") and is_whole else []
+        called = [] if any(call.error for call in calls) else [[call.tool, call.arguments] for call in calls]
         content = Hermes.remove_calls(content) if called else content
         # The template writes the end token.
-        num_ends = int(ends and generated[-1] in self.player.tokenizer.all_special_ids)
+        num_ends = int(is_whole and generated[-1] in tokenizer.all_special_ids)
         self._texts[_name(content, called)] = decode(generated[: len(generated) - num_ends])
+        made = [{"name": name, "arguments": json.dumps(value)} for name, value in called]
+        made = [{"id": f"call_{index}_{i}", "index": i, "type": "function", "function": f} for i, f in enumerate(made)]
+        message = {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})
         pieces = zip((decode([token]) for token in generated), whole.rollout_logprobs[start:].tolist(), strict=True)
         columns = [{"token": t, "logprob": p, "bytes": [*t.encode()], "top_logprobs": []} for t, p in pieces]
-        return _write(asked, index, content, called, whole.finish_reason, columns, start)
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if made else whole.finish_reason}
+        choice["logprobs"] = {"content": columns} if asked.get("logprobs") else None
+        usage = {"prompt_tokens": start, "completion_tokens": len(generated), "total_tokens": whole.num_tokens}
+        about = {"id": f"chatcmpl-{index}", "object": "chat.completion", "created": 0, "model": str(asked.get("model"))}
+        return about | {"choices": [choice], "usage": usage}
+
+    def _limit(self, at: float | None) -> None:
+        if not self.deadline.expired():
+            self.deadline.reschedule(at)
 
     def _restore(self, message: Json) -> Json:
         """Return the message as templates take it, with the text that was sampled for the message, if any."""
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or ()
         content = content if isinstance(content, str) else "".join(part["text"] for part in content)
-        functions = [call["function"] for call in calls]
-        called = [{"name": f["name"], "arguments": json.loads(f["arguments"])} for f in functions]
+        called = [[call["function"]["name"], json.loads(call["function"]["arguments"])] for call in calls]
         if role == "assistant" and (text := self._texts.get(_name(content, called))) is not None:
             return {"role": role, "content": text}
-        made = {"tool_calls": [{"type": "function", "function": call} for call in called]} if called else {}
-        return message | made | {"role": "system" if role == "developer" else role, "content": content}
+        made = [{"type": "function", "function": {"name": name, "arguments": value}} for name, value in called]
+        role = "system" if role == "developer" else role
+        return message | {"role": role, "content": content} | ({"tool_calls": made} if made else {})
 
     def _decode(self, tokens: Sequence[int] | np.ndarray, skip: bool = False) -> str:
         decode: Any = self.player.tokenizer.decode
         return str(decode(list(tokens), skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
 
-def _name(content: str, called: list[Json]) -> str:
+def _name(content: str, called: list[list[Any]]) -> str:
     """Return equal texts for answers that differ in outer white space or in the form of their JSON."""
     return json.dumps([content.strip(), called], sort_keys=True)
-
-
-def _write(
-    asked: Json, index: int, content: str, called: list[Json], reason: str, columns: list[Json], start: int
-) -> Json:
-    """Return a turn as a chat completion; ``start`` counts the tokens before it."""
-    functions = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in called]
-    calls = [
-        {"id": f"call_{index}_{i}", "type": "function", "function": f, "index": i} for i, f in enumerate(functions)
-    ]
-    message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else reason}
-    logprobs = {"content": columns} if asked.get("logprobs") else None
-    counts = {"prompt_tokens": start, "completion_tokens": len(columns), "total_tokens": start + len(columns)}
-    about = {"id": f"chatcmpl-{index}", "object": "chat.completion", "created": int(time.time())}
-    about |= {"model": asked.get("model", "policy"), "usage": counts}
-    return about | {"choices": [choice | {"logprobs": logprobs}]}
 
 
 def _stream(asked: Json, answer: Json) -> bytes:
@@ -224,15 +220,15 @@ class ForeignAgent(Agent):
                 for answer in episode.answers:
                     answer.cancel()
         except TimeoutError as error:
-            told = f"the agent took more than {limits.step_s:g} s for a request, or {limits.episode_s:g} s in all"
-            raise EpisodeError(told) from error
+            late = f"no request in {limits.step_s:g} s, or no end in {limits.episode_s:g} s"
+            raise EpisodeError(f"the agent is late: {late}") from error
         except ExceptionGroup as several:
             if not (episode.is_full and isinstance(several.exceptions[0], EpisodeError)):
                 raise several.exceptions[0] from None
         finally:
             del self._episodes[key]
             if result.rollout is not None:
-                result.num_dropped = episode.num_generated - int(result.rollout.loss_mask.sum())
+                result.num_dropped -= int(result.rollout.loss_mask.sum())
         if result.rollout is None:
             raise EpisodeError("the agent asked for no turn")
         if episode.is_full:
@@ -267,9 +263,8 @@ class ForeignAgent(Agent):
             return web.json_response({"object": "list", "data": [model]})
         if (request.method, request.path) != ("POST", "/v1/chat/completions"):
             raise web.HTTPNotFound(reason=f"found {request.method} {request.path}, expected POST /v1/chat/completions")
-        (episode, tasks), asked = self._episodes[key], parse_json(await request.read(), "the request", MOST_BYTES)
-        if not isinstance(asked, dict):
-            raise DataError(f"the request is a {type(asked).__name__}, expected a JSON object")
+        asked: Any = parse_json(await request.read(), "the request", MOST_BYTES)
+        episode, tasks = self._episodes[key]
         episode.answers.append(tasks.create_task(episode.answer(asked)))
         answer = await episode.answers[-1]
         if not asked.get("stream"):

@@ -160,21 +160,19 @@ class Player:
             played = await self.play_episode(session, request, prompt.text)
         except RequestError as error:
             played = EpisodeResult(failure=str(error), may_pass=True)
+        turns, dropped = len(played.turn_ends), played.num_dropped
         if played.rollout is None or played.failure is not None:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)
-            turns, dropped = len(played.turn_ends), played.num_dropped
             return Sample(played.rollout, None, turns=turns, failure=failure, num_dropped=dropped)
         skip = not self.judge.special_tokens
         text = str(self.tokenizer.decode(played.rollout.response_tokens.tolist(), skip_special_tokens=skip))
         verdict = await self.judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
         steps = self._find_steps(played, played.rollout, verdict)
-        failure = None
+        failure, late, components = None, verdict.timed_out, verdict.components
         if verdict.error is not None:
             about = describe_input(prompt=prompt.text, response=text, answer=prompt.answer)
             failure = Failure(verdict.error, about, verdict.may_pass)
-        turns, dropped = len(played.turn_ends), played.num_dropped
-        late, components = verdict.timed_out, verdict.components
         return Sample(played.rollout, verdict.reward, steps, turns, failure, late, components, dropped)
 
     async def play_episode(self, session: Session, request: SampleRequest, prompt: str) -> EpisodeResult:

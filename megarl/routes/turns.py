@@ -53,11 +53,11 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
 
 def cut(rollout: Rollout, size: int) -> Rollout:
     """Return the first ``size`` tokens with their columns, as of a response that stopped there."""
-    columns = {field.name: getattr(rollout, field.name) for field in fields(rollout) if field.name != "kept_ids"}
-    columns = {name: column[:size] for name, column in columns.items() if isinstance(column, np.ndarray)}
-    if rollout.kept_ids is not None:
-        columns["kept_ids"] = rollout.kept_ids[: columns["kept_counts"].sum()]
-    return replace(rollout, **columns, finish_reason="stop")
+    num_kept = 0 if rollout.kept_counts is None else int(rollout.kept_counts[:size].sum())
+    columns = ((field.name, getattr(rollout, field.name)) for field in fields(rollout))
+    arrays = ((name, column) for name, column in columns if isinstance(column, np.ndarray))
+    ends = {name: column[: num_kept if name == "kept_ids" else size] for name, column in arrays}
+    return replace(rollout, **ends, finish_reason="stop")
 
 
 def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:

@@ -227,7 +227,8 @@ def _average(values: np.ndarray, *, is_binary: bool) -> dict[str, Any]:
 def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:
     """Return the player that draws and judges samples; errors as in ``make_environment``."""
     settings = config.environment
-    environment = make_environment(settings, tokenizer, config.data.chat_template_args)
+    chat = ChatTemplate(tokenizer, config.data.chat_template_args) if tokenizer.chat_template else None
+    environment = make_environment(settings, chat)
     limits = EpisodeLimits(
         # The prompts are an agent's own, and may be longer than those of data.train.
         response_tokens=config.longest_sequence
@@ -256,12 +257,10 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     return ends
 
 
-def make_environment(
-    config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase | None = None, arguments: Mapping[str, Any] = {}
-) -> Environment | Agent | None:
+def make_environment(config: EnvironmentConfig, chat: ChatTemplate | None = None) -> Environment | Agent | None:
     """Return the environment or agent, if any; ConfigError if it or a tool cannot work here.
 
-    tokenizer: has the chat template for the messages of an agent; arguments: variables of the template.
+    chat: the template for the messages of an agent; None: the tokenizer has none.
     """
     if config.function is None:
         return None
@@ -274,9 +273,9 @@ def make_environment(
     if iscoroutinefunction(factory):
         parameters = ", ".join(["*", *config.options, "prompt", "base_url", "api_key", "seed"])
         check_function("environment.function", config.function, factory, parameters)
-        if tokenizer is None or not tokenizer.chat_template:
+        if chat is None:
             raise ConfigError("environment.function: found an agent, but the tokenizer has no chat template")
-        return ForeignAgent(factory, config.options, ChatTemplate(tokenizer, arguments))
+        return ForeignAgent(factory, config.options, chat)
     environment = call_own("environment.function", factory, **config.options)
     if not callable(getattr(environment, "begin", None)):
         raise ConfigError(
