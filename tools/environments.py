@@ -327,6 +327,16 @@ def trl_release(version: str) -> Path:
     return cached
 
 
+def openai_release(version: str) -> Path:
+    """A folder with this release of OpenAI's package and what it needs."""
+    constraints = ROOT / "constraints.txt"
+    cached = cache_folder() / f"openai-{version}-{key(constraints.read_text())}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            pip(Path(sys.executable), "--constraint", constraints, "--target", cached, f"openai=={version}")
+    return cached
+
+
 def triton_release() -> Path:
     """A folder with Triton alone, for this Python."""
     cached = cache_folder() / f"triton-{TRITON}-{key()}"

@@ -332,17 +332,24 @@ class ChatTemplate:
                 raise DataError(refusal("rendered_before", place=place, name=name, mark=match.group()[:40]))
         return self._apply(messages, place)
 
+    def render_agent(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Return any chat as text, as a server does: messages may hold template text. DataError if the template fails.
+
+        tools: the functions that the model may call, as in OpenAI's chat completions.
+        """
+        return self._process.call("render", messages, {"tools": tools} if tools else {})
+
     def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
         try:
             return self._process.call("render", [dict(message) for message in messages])
         except DataError as error:
             raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
 
-    def _render(self, chat: list[dict[str, str]]) -> str:
+    def _render(self, chat: list[dict[str, Any]], more: Mapping[str, Any] = {}) -> str:
         """Return the template's text; runs in the bounded process. ValueError for a text that is too long."""
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments, **more}
         text = str(self._tokenizer.apply_chat_template(chat, **options))
-        limit = _MOST_ADDED + _MOST_COPIES * len(str([chat, self._arguments]))
+        limit = _MOST_ADDED + _MOST_COPIES * len(str([chat, self._arguments, more]))
         if len(text) > limit:
             raise ValueError(f"it writes {len(text)} characters, expected at most {limit} for messages of this length")
         return text

@@ -9,6 +9,8 @@ columns and routes of all turns line up.
   episode takes longer than ``episode_s``; the engine aborts a turn.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import numbers
@@ -73,6 +75,8 @@ class Sample:
     """Whether the reward took too long."""
     components: tuple[float, ...] = ()
     """Several rewards, in the order of ``reward.weights``; empty with one reward, or for a stopped response."""
+    num_dropped: int = 0
+    """As in ``EpisodeResult``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,18 @@ class EpisodeResult:
     """Why the episode failed, in one line; None: it did not fail."""
     may_pass: bool = False
     """Whether the cause is outside of the environment: a server, a time-out, the engine."""
+    num_dropped: int = 0
+    """Generated tokens that are not in ``rollout``: of an agent that left a conversation for another."""
+
+
+class Agent:
+    """Plays episodes without the player: it asks for turns, as often as it likes."""
+
+    async def play(
+        self, player: Player, session: Session, request: SampleRequest, prompt: str, result: EpisodeResult
+    ) -> None:
+        """Play an episode, and fill the result turn by turn; errors as in ``Player.play_episode``."""
+        raise NotImplementedError
 
 
 class EpisodeError(Exception):
@@ -129,7 +145,7 @@ class Player:
     tokenizer: PreTrainedTokenizerBase
     judge: Judge
     limits: EpisodeLimits
-    environment: Environment | None = None
+    environment: Environment | Agent | None = None
     concurrency: int = 4
     """How many answers the environment works on at a time."""
 
@@ -148,22 +164,22 @@ class Player:
             played = await self.play_episode(session, request, prompt.text, unfinished)
         except RequestError as error:
             played = EpisodeResult(failure=str(error), may_pass=True)
+        turns, dropped = len(played.turn_ends), played.num_dropped
         if played.rollout is None or played.failure is not None:
             error, about = played.failure or "no turn was sampled", describe_input(prompt=prompt.text)
             failure = Failure(error, about, played.may_pass, of_episode=True)
-            return Sample(played.rollout, None, turns=len(played.turn_ends), failure=failure)
+            return Sample(played.rollout, None, turns=turns, failure=failure, num_dropped=dropped)
         if played.rollout.finish_reason == "pause":
             return Sample(played.rollout, None)
         skip = not self.judge.special_tokens
         text = str(self.tokenizer.decode(played.rollout.response_tokens.tolist(), skip_special_tokens=skip))
         verdict = await self.judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
         steps = self._find_steps(played, played.rollout, verdict)
-        failure = None
+        failure, late, components = None, verdict.timed_out, verdict.components
         if verdict.error is not None:
             about = describe_input(prompt=prompt.text, response=text, answer=prompt.answer)
             failure = Failure(verdict.error, about, verdict.may_pass)
-        turns = len(played.turn_ends)
-        return Sample(played.rollout, verdict.reward, steps, turns, failure, verdict.timed_out, verdict.components)
+        return Sample(played.rollout, verdict.reward, steps, turns, failure, late, components, dropped)
 
     async def play_episode(
         self, session: Session, request: SampleRequest, prompt: str, unfinished: Rollout | None = None
@@ -181,9 +197,12 @@ class Player:
         failure, passing = None, True
         try:
             async with asyncio.timeout(None) as clock:
-                with _foreign("the environment failed to begin"):
-                    episode = self.environment.begin(prompt, request.seed)
-                await self._play_turns(result, session, request, episode, clock)
+                if isinstance(self.environment, Agent):
+                    await self.environment.play(self, session, request, prompt, result)
+                else:
+                    with foreign_code("the environment failed to begin"):
+                        episode = self.environment.begin(prompt, request.seed)
+                    await self._play_turns(result, session, request, episode, clock)
         except TimeoutError:
             failure = f"the episode took more than {limits.episode_s:g} s"
         except EpisodeError as error:
@@ -191,7 +210,7 @@ class Player:
         finally:
             if episode is not None:
                 try:
-                    with _foreign("the environment failed to close"):
+                    with foreign_code("the environment failed to close"):
                         async with asyncio.timeout(limits.step_s):
                             await episode.close()
                 except (EpisodeError, ConfigError) as error:  # an error raised here would hide an error of the engine
@@ -213,14 +232,9 @@ class Player:
             if budget < 1:  # only in the first turn: the room for later turns is checked below
                 raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
             limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
-            earlier, seed = result.rollout, turn_seed(request.seed, index)
-            known = 0 if earlier is None else known_rows(earlier)
-            asked = replace(request, prompt_tokens=tokens, seed=seed, known_rows=known, max_response_tokens=limit)
-            turn = await session.sample(asked)
-            if turn.finish_reason == "abort":
-                raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
-            result.rollout = whole = turn if earlier is None else join(earlier, turn)
-            result.turn_ends.append(turn.num_tokens - 1)
+            asked = replace(request, prompt_tokens=tokens, max_response_tokens=limit)
+            result.rollout = whole = await sample_turn(session, asked, index, result.rollout)
+            result.turn_ends.append(whole.num_tokens - 1)
             result.turn_rewards.append(None)
             if index == 0:  # the first turn may have waited long in the engine's queue
                 clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
@@ -234,7 +248,7 @@ class Player:
             result.turn_rewards[-1] = None if observation.reward is None else float(observation.reward)
             if observation.done:
                 return
-            tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text, limits.vocabulary)])
+            tokens = np.concatenate([whole.tokens, encode_text(tokenizer, observation.text, limits.vocabulary)])
             if index + 1 == limits.turns or limits.tokens_left(len(tokens), prompt_length) < 1:
                 result.rollout = replace(whole, finish_reason="length")
                 return
@@ -262,6 +276,18 @@ class Player:
         return tuple(sorted(rewards))
 
 
+async def sample_turn(session: Session, request: SampleRequest, index: int, earlier: Rollout | None) -> Rollout:
+    """Sample turn ``index`` after the request's tokens, which begin with those of ``earlier``; return all turns joined.
+
+    The request has the seed of the episode. EpisodeError if the engine aborts the turn.
+    """
+    known = 0 if earlier is None else known_rows(earlier)
+    turn = await session.sample(replace(request, seed=turn_seed(request.seed, index), known_rows=known))
+    if turn.finish_reason == "abort":
+        raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
+    return turn if earlier is None else join(earlier, turn)
+
+
 def turn_seed(seed: int, turn: int) -> int:
     """Returns the seed of a turn; the first turn has the episode's own."""
     return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
@@ -281,7 +307,7 @@ async def _sample_response(
 
 
 @contextmanager
-def _foreign(failed: str) -> Iterator[None]:
+def foreign_code(failed: str) -> Iterator[None]:
     """Around foreign code: an error costs one episode, and is raised as EpisodeError."""
     try:
         yield
@@ -301,7 +327,7 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
     async with places:
         deadline = asyncio.timeout(seconds)
         try:
-            with _foreign(f"turn {turn.index}: the environment failed"):
+            with foreign_code(f"turn {turn.index}: the environment failed"):
                 async with deadline:
                     observation = await episode.step(turn)
                 # An environment may swallow the CancelledError of the deadline, or of the current task.
@@ -324,7 +350,7 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
     return observation
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
     if not text:
         return np.zeros(0, dtype=np.int32)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, Self
@@ -55,10 +56,12 @@ class Session:
     def __init__(self) -> None:
         self._episodes: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
+        self.closing = AsyncExitStack()
+        """Closes what episodes share, at the end of the session."""
 
     async def run_episodes(self, begin: Callable[[Self], None]) -> None:
         """Run the episodes that ``begin`` starts until all have ended."""
-        async with self._tasks:
+        async with self.closing, self._tasks:
             begin(self)
 
     def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

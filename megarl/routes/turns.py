@@ -9,7 +9,7 @@ weights behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +51,15 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
     if earlier.reread_mask is not None or later.reread_mask is not None:
         whole = replace(whole, reread_mask=np.concatenate([_reread(earlier), _reread(later)[size:]]))
     return _join_routes(_join_kept(whole, earlier, later, label), earlier, later, label)
+
+
+def cut(rollout: Rollout, size: int) -> Rollout:
+    """Return the first ``size`` tokens with their columns, as of a response that stopped there."""
+    num_kept = 0 if rollout.kept_counts is None else int(rollout.kept_counts[:size].sum())
+    columns = ((field.name, getattr(rollout, field.name)) for field in fields(rollout))
+    arrays = ((name, column) for name, column in columns if isinstance(column, np.ndarray))
+    ends = {name: column[: num_kept if name == "kept_ids" else size] for name, column in arrays}
+    return replace(rollout, **ends, finish_reason="stop")
 
 
 def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:

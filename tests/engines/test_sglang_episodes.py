@@ -14,9 +14,11 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from agent_worlds import answer_of, plain_http, play_agents
 from episode_worlds import (
     Script,
     check_joined,
+    check_teacher_forced,
     for_ever,
     play_all,
     player_of,
@@ -106,6 +108,28 @@ def test_the_joined_turns_are_what_one_pass_over_the_text_says(served: Served, f
         )
         rows = slice(0, min(whole.num_tokens - 1, oracle.clear(whole.tokens)))  # in another batch, ties end otherwise
         assert np.array_equal(np.sort(whole.routed_experts[rows], -1), np.sort(again.routed_experts[rows], -1))
+
+
+def test_an_agent_gets_what_one_pass_over_the_text_says(served: Served) -> None:
+    """Over HTTP, in two branches of a conversation: the later branch is the rollout, and has its tokens' own routes."""
+    oracle, branches = oracle_of(served.model, served.weights), []
+
+    async def agent(prompt: str, base_url: str, api_key: str, seed: int) -> None:
+        async with plain_http(base_url, api_key) as post:
+            messages = [{"role": "user", "content": prompt}]
+            messages.append(answer_of(await post(messages)))
+            for text in ("b0", "bb7"):
+                branches.append((await post([*messages, {"role": "tool", "content": text}])).json()["usage"])
+
+    requests = make_requests(4)
+    limits = replace(LIMITS, response_tokens=100)
+    for result in play_agents(served.engine, requests, agent, limits, SOME_STOPS):
+        assert result.failure is None
+        assert len(result.turn_ends) == 2
+        assert result.num_dropped >= 1
+        check_teacher_forced(result, oracle, CLOSE, same_order=False)
+        assert result.rollout.routed_mask[:-1].all()
+    assert len(branches) == 2 * len(requests)
 
 
 def test_later_turns_are_not_sent_the_rows_that_are_known(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ class _RequestSession(Session):
         """Loop times of the first request and the last answer."""
 
     async def run_episodes(self, begin: Begin) -> None:
-        async with self._tasks:
+        async with self.closing, self._tasks:
             begin(self)
             if self._episodes:
                 self._helpers += [self._tasks.create_task(work) for work in (self._tick(), self._open())]

@@ -26,6 +26,8 @@ class Call:
     """Why the call cannot be run, for the model."""
     closed: bool = True
     """Whether the end mark is written. A call without an end mark is whole unless the turn was cut."""
+    arguments: Any = None
+    """All arguments of a Hermes call, as its JSON has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,11 @@ class Hermes:
         """Return the calls of a turn, in order. Text that is no JSON is a failing call, which the model can correct."""
         return [replace(_hermes_call(body), closed=bool(end)) for body, end in _TOOL_CALL.findall(text)]
 
+    @staticmethod
+    def remove_calls(text: str) -> str:
+        """Return the text around the calls."""
+        return _TOOL_CALL.sub("", text).strip()
+
     def observation(self, outputs: Sequence[str]) -> str:
         """Return the text to append for the outputs of the calls."""
         return self.template.replace("{output}", "\n</tool_response>\n<tool_response>\n".join(outputs))
@@ -85,9 +92,8 @@ def _hermes_call(text: str) -> Call:
         return Call(None, "", f'this is no call: {error}; expected {{"name": ..., "arguments": {{...}}}}')
     if not isinstance(name, str):
         return Call(None, "", "the name of a tool is a string")
-    if isinstance(arguments, Mapping) and len(arguments) == 1:
-        (arguments,) = arguments.values()
-    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    value = next(iter(arguments.values())) if isinstance(arguments, Mapping) and len(arguments) == 1 else arguments
+    return Call(name, value if isinstance(value, str) else json.dumps(value), arguments=arguments)
 
 
 class ToolEnvironment:

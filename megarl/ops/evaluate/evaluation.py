@@ -26,7 +26,7 @@ from megarl.core.sampling.collector import Key
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import load_reward
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import ChatTemplate, Prompt
 from megarl.data.records import require_file, write_jsonl
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Sample, describe_input
@@ -144,7 +144,7 @@ def _prepare(request: EvalRequest) -> Task:
     tokenizer = load_model_tokenizer(config.model)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
-    make_environment(config.environment)
+    make_environment(config.environment, ChatTemplate(tokenizer, {}))
     prompts = {benchmark.name: benchmarks.load(benchmark, tokenizer, config) for benchmark in request.benchmarks}
     require_own_files(out / "eval.json", *(out / name / file for name in prompts for file in _FILES))
     try:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,17 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config, EnvironmentConfig
-from megarl.config.plugs import load_plug
+from megarl.config.plugs import check_function, load_plug
 from megarl.core.choices.records import call_own
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.sampling.collector import FixedSamples, Key
 from megarl.core.sampling.pass_at_k import mean_interval, pass_at_k, wilson_interval
 from megarl.data.benchmarks import HELDOUT, Benchmark, choose, load
 from megarl.data.judge import Judge
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompts import ChatTemplate, Prompt, load_prompts
 from megarl.data.tokenizer import count_rows, load_model_tokenizer
-from megarl.engines.player import Draw, EpisodeLimits, Player, Sample
+from megarl.engines.agents import ForeignAgent
+from megarl.engines.player import Agent, Draw, EpisodeLimits, Player, Sample
 from megarl.engines.protocol import Engine
 from megarl.engines.tools.calculator import CalculatorTool
 from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
@@ -225,8 +227,13 @@ def _average(values: np.ndarray, *, is_binary: bool) -> dict[str, Any]:
 def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:
     """Return the player that draws and judges samples; errors as in ``make_environment``."""
     settings = config.environment
+    chat = ChatTemplate(tokenizer, config.data.chat_template_args) if tokenizer.chat_template else None
+    environment = make_environment(settings, chat)
     limits = EpisodeLimits(
-        response_tokens=config.rollout.max_response_tokens,
+        # The prompts are an agent's own, and may be longer than those of data.train.
+        response_tokens=config.longest_sequence
+        if isinstance(environment, Agent)
+        else config.rollout.max_response_tokens,
         turns=settings.max_turns,
         turn_tokens=settings.max_turn_tokens,
         positions=read_shape(config.model.path).max_sequence_length,
@@ -234,7 +241,7 @@ def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge
         step_s=settings.step_s,
         episode_s=settings.episode_s,
     )
-    return Player(tokenizer, judge, limits, make_environment(settings), settings.concurrency)
+    return Player(tokenizer, judge, limits, environment, settings.concurrency)
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -250,8 +257,11 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     return ends
 
 
-def make_environment(config: EnvironmentConfig) -> Environment | None:
-    """Return the environment, if any; ConfigError if it or a tool cannot work here."""
+def make_environment(config: EnvironmentConfig, chat: ChatTemplate | None = None) -> Environment | Agent | None:
+    """Return the environment or agent, if any; ConfigError if it or a tool cannot work here.
+
+    chat: the template for the messages of an agent; None: the tokenizer has none.
+    """
     if config.function is None:
         return None
     if config.function == "tools":
@@ -260,6 +270,12 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
         form = Hermes(**template) if config.format == "hermes" else Block(*marks, **template)
         return ToolEnvironment([_tool(name, config) for name in config.tools], form)
     factory = load_plug("environment.function", config.function, "tools")
+    if iscoroutinefunction(factory):
+        parameters = ", ".join(["*", *config.options, "prompt", "base_url", "api_key", "seed"])
+        check_function("environment.function", config.function, factory, parameters)
+        if chat is None:
+            raise ConfigError("environment.function: found an agent, but the tokenizer has no chat template")
+        return ForeignAgent(factory, config.options, chat)
     environment = call_own("environment.function", factory, **config.options)
     if not callable(getattr(environment, "begin", None)):
         raise ConfigError(

@@ -30,7 +30,7 @@ from megarl.trainer.sampling.assignment import Assignment, Key
 
 _COLUMNS = (
     *("prompt", "sample", "reward", "judged", "turns", "cut", "episode_failed", "late_reward"),
-    *("tokens", "appended", "generated"),
+    *("tokens", "appended", "generated", "dropped"),
 )
 
 COUNTED = "wrong_answers", "refused_requests", "retractions", "retracted_answers", "lost_parts"
@@ -131,6 +131,7 @@ class SampleTable:
             means |= {
                 "episode/turns_mean": (sums["turns"], drawn),
                 "episode/environment_tokens_mean": (sums["appended"], drawn),
+                "episode/dropped_tokens_mean": (sums["dropped"], drawn),
                 "episode/failed_fraction": (sums["episode_failed"], drawn),
             }
         return Stat.means_of(means) | {"response/length_max": Stat.max(self.column("generated"))}
@@ -147,7 +148,8 @@ def _facts(key: Key, sample: Sample, num_components: int) -> tuple[float, ...]:
     failed = sample.failure is not None and sample.failure.of_episode
     # A response without components failed, or was stopped and is wrong: all rewards are 0.
     components = sample.components or (0.0,) * num_components
-    return (*key, *judged, sample.turns, is_cut, failed, sample.late_reward, *lengths, *components[:num_components])
+    facts = (sample.turns, is_cut, failed, sample.late_reward, *lengths, sample.num_dropped)
+    return (*key, *judged, *facts, *components[:num_components])
 
 
 def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
