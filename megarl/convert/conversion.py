@@ -20,6 +20,7 @@ from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, P
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
 from megarl.files.hf_config import family_entry
+from megarl.files.texts import refusal
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
@@ -67,10 +68,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     source = megatron_files.torch_dist_folder(source)
     model = model or source / HF_FOLDER
     if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"{model} holds no config.json, and a Megatron checkpoint does not say which model it holds: give --model, "
-            "a folder with the Hugging Face config and tokenizer"
-        )
+        raise ConfigError(refusal("no_config_of_megatron", model=model))
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
@@ -99,9 +97,8 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
 def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
-        raise CheckpointError(
-            f"{hf.path}: {some(piece.hf)} are one parameter, but have dtypes {dtypes}; ask for --dtype"
-        )
+        problem = f"{some(piece.hf)} are one parameter, but have dtypes {dtypes}; ask for --dtype"
+        raise CheckpointError(f"{hf.path}: {problem}")
     (dtype,) = dtypes
 
     def make(first: int, rows: int) -> torch.Tensor:
@@ -110,10 +107,8 @@ def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, optio
 
     parts = keys.parts(piece, shape)
     ends = accumulate((rows for _, (rows, *_) in parts), initial=0)
-    return [
-        Chunk(place, inner, dtype, partial(make, first, inner[0]))
-        for first, (place, inner) in zip(ends, parts, strict=False)
-    ]
+    pairs = zip(ends, parts, strict=False)
+    return [Chunk(place, inner, dtype, partial(make, first, inner[0])) for first, (place, inner) in pairs]
 
 
 def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 
 from megarl.data.records import write_jsonl
-from megarl.data.refusals import refusal
 from megarl.errors import DataError
+from megarl.files.texts import refusal
 
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
 """The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""

@@ -20,6 +20,7 @@ from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
+from megarl.files.texts import refusal
 from megarl.replay.megatron_state import Replaced, cp_position, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic
@@ -66,11 +67,9 @@ def _join(world_size: int, timeout: timedelta) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout, **options)
     except (dist.DistError, RuntimeError) as error:
-        raise PeerError(
-            f"rank {os.environ.get('RANK')} of {world_size} did not meet the others at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}; "
-            "see the logs of the other ranks, and check that this machine can reach that address"
-        ) from error
+        rank, *place = (os.environ.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+        facts = {"rank": rank, "world": world_size, "place": ":".join(map(str, place))}
+        raise PeerError(refusal("no_rendezvous", error=str(error).splitlines()[0], **facts)) from error
 
 
 def leave_layout() -> None:
@@ -238,8 +237,7 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
 
 def collect(statistics: Sequence[Mapping[str, Stat]]) -> dict[str, Stat] | None:
     """Merge the rank's statistics and those of all model copies; None except on the main rank; a collective call."""
-    local = to_host(merge(statistics)) if holds_outputs() else {}
-    of_ranks = gather_on_main_rank(local)
+    of_ranks = gather_on_main_rank(to_host(merge(statistics)) if holds_outputs() else {})
     return None if of_ranks is None else merge(of_ranks)
 
 

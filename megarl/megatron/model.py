@@ -23,6 +23,7 @@ from megatron.core.utils import is_te_min_version
 from torch.nn.functional import silu
 
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
@@ -64,9 +65,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     yarn = {name: values.pop(name) for name in shape.fields if name.startswith("yarn_")}
     has_deep_ep = torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None
     if values["moe_token_dispatcher_type"] == "flex" and not has_deep_ep:
-        raise ConfigError(
-            'parallel.dispatcher = "flex" needs GPUs and the deep_ep package, expected both; use "alltoall"'
-        )
+        raise ConfigError(refusal("pipeline_flex"))
     if values.get("multi_latent_attention"):
         return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
     if yarn:
@@ -270,9 +269,8 @@ def release_after_use(model: torch.nn.Module) -> None:
 def _release_after_use(dispatcher: Any) -> None:
     last = dispatcher.combine_postprocess
     # The flex dispatcher leaves the tensors to a manager.
-    holders = [
-        vars(holder) for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if holder is not None
-    ]
+    both = dispatcher, getattr(dispatcher, "_comm_manager", None)
+    holders = [vars(holder) for holder in both if holder is not None]
     constants = [set(_tensors_of(holder)) for holder in holders]
 
     def combine(*arguments: Any, **options: Any) -> Any:

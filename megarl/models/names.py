@@ -5,18 +5,17 @@ rank's shard from the Hugging Face tensors, ``join`` makes the Hugging Face tens
 functions are exact to the bit.
 """
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice, product
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from megarl.files import hf_config
 from megarl.files.hf_config import family_entry, hf_name
+from megarl.files.texts import read_table
 from megarl.models.shapes import ModelShape
 
 Scope = Literal["model", "layer", "full", "linear", "moe", "dense", "expert", "experts", "indexer"]
@@ -59,9 +58,8 @@ class Rule:
         moe, linear = layers & {*shape.moe_layers}, layers & {*shape.linear_layers}
         of_scope = {"dense": layers - moe, "full": layers - linear, "linear": linear, "indexer": shape.indexer_layers}
         of_scope |= dict.fromkeys(("moe", "expert", "experts"), moe)
-        yield from product(
-            sorted(of_scope.get(self.scope, layers)), range(shape.num_experts if self.scope == "expert" else 1)
-        )
+        experts = range(shape.num_experts if self.scope == "expert" else 1)
+        yield from product(sorted(of_scope.get(self.scope, layers)), experts)
 
     def hf_names(self, layer: int, expert: int) -> list[str]:
         return [name.format(layer=layer, expert=expert) for name in self.hf]
@@ -86,9 +84,7 @@ def _chunk(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor
 def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
     if tensors[0].size(0) != shape.vocab_size:  # padding would cut or fill the tensor silently
         raise ValueError(f"{tensors[0].size(0)} rows for a vocabulary of {shape.vocab_size}")
-    rows = -(-shape.vocab_size // size) * size
-    padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows - tensors[0].size(0)))
-    return padded.chunk(size)[rank]
+    return torch.nn.functional.pad(tensors[0], (0, 0, 0, -shape.vocab_size % size)).chunk(size)[rank]
 
 
 def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
@@ -245,7 +241,7 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("parameters.toml").read_text(encoding="utf-8"))
+_TABLES = read_table(__file__, "parameters.toml")
 
 
 def _read_families() -> dict[str, tuple[Rule, ...]]:

@@ -228,9 +228,8 @@ class HealthVerdict:
 
     def lines(self) -> list[str]:
         """Return the verdict for a terminal."""
-        since = "" if self.since is None else f" since step {self.since}"
-        head = f"{self.level}{since}, {self.check}: {self.found}"
-        return [head, f"  cause:  {self.cause}", f"  advice: {self.advice}"]
+        head = self.level + ("" if self.since is None else f" since step {self.since}")
+        return [f"{head}, {self.check}: {self.found}", f"  cause:  {self.cause}", f"  advice: {self.advice}"]
 
 
 _VERDICTS = TypeAdapter(list[HealthVerdict] | None)

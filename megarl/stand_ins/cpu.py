@@ -32,13 +32,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-_RETARGETED_MODULES = (
-    "distributed.param_and_grad_buffer dist_checkpointing.exchange_utils"
-    " dist_checkpointing.strategies.state_dict_saver models.common.language_module.language_module"
-    " optimizer.clip_grads optimizer.distrib_optimizer optimizer.grad_scaler optimizer.optimizer"
-    " pipeline_parallel.schedules pipeline_parallel.utils tensor_parallel.data transformer.moe.moe_utils"
-    " transformer.utils utils"
-)  # in megatron.core
+from megarl.files.texts import read_table
 
 
 class _Stream:
@@ -92,7 +86,7 @@ def enable() -> bool:
     distributed_c10d.ProcessGroupGloo = _SharedLoopGloo
     with _eager_functions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        names = [f"megatron.core.{name}" for name in _RETARGETED_MODULES.split()]
+        names = [f"megatron.core.{name}" for name in read_table(__file__)["retargeted"]]
         modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
     for module in modules:
         _retarget(module)

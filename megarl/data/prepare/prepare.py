@@ -12,10 +12,10 @@ from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
 from megarl.data.prompts import PromptReader, Text, answer_text, check_messages
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.data.refusals import refusal
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
 from megarl.files.outputs import require_own_files
+from megarl.files.texts import refusal
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 
