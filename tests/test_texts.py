@@ -29,9 +29,9 @@ def test_texts_and_facts_fit() -> None:
         for node in sorted((node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")), key=in_order):
             match node:
                 case ast.Assign([ast.Name("facts")], ast.Dict(keys)):
-                    shared = {key.value for key in keys}
+                    shared = {key.value for key in keys if key}
                 case ast.AugAssign(ast.Name("facts"), _, ast.Dict(keys)):
-                    shared = shared | {key.value for key in keys}
+                    shared = shared | {key.value for key in keys if key}
                 case ast.Call(ast.Name("refusal"), [ast.Constant(name)], keywords):
                     words = [shared if word.arg is None else {word.arg} for word in keywords]
                     facts.setdefault(name, set()).update(*words)

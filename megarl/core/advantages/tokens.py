@@ -85,7 +85,7 @@ def _check_columns(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu
     """Refuse columns of different shapes, and what is no log-probability on a loss token."""
     if not logprobs.shape == ref_logprobs.shape == loss_mask.shape or logprobs.dim() != 1:
         shapes = [list(column.shape) for column in (logprobs, ref_logprobs, loss_mask)]
-        raise ValueError(f"logprobs, ref_logprobs and loss_mask are {shapes}, expected all to be [T]")
+        raise ValueError(f"logprobs, ref_logprobs and loss_mask are {shapes}, and must all be [T]")
     ratios.check_cu_seqlens(cu_seqlens, logprobs.numel())
     for name, column in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
         bad = loss_mask & ~ratios.is_logprob(column)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.passes import forward
@@ -46,7 +46,7 @@ from megarl.trainer.sampling.requests import EVALUATE, make_requests, require_we
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
 
-_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = read_table(__file__)
 PRECISIONS: dict[str, dict[str, Any]] = _TABLES["precisions"]
 """Keys of [rollout], by name."""
 WITHOUT_RUN: dict[str, Any] = _TABLES["without_run"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megarl.config import Config, Layout
 from megarl.engines.weights import BUCKET_BYTES
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 from megarl.megatron.passes.logprobs import fused_shape
 from megarl.models.fit import wants_routes
 from megarl.models.names import Rule, rules_of
@@ -91,10 +92,7 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
     """
     for key, value in _OPTIMIZER.items():
         if config.megatron.get(key, value) != value:
-            raise ConfigError(
-                f"megarl plan assumes Adam in fp32 on the GPU: found megatron.{key} = {config.megatron[key]!r}, "
-                f"expected {value!r}; remove it for the plan"
-            )
+            raise ConfigError(refusal("plan_of_adam", key=key, value=config.megatron[key], expected=value))
     element = ELEMENT[config.model.dtype]
     gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * (count.dense + count.expert)
     dense, expert = (layout.dp * layout.cp, layout.edp) if config.parallel.distributed_optimizer else (1, 1)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from megarl.files.texts import read_table
 from megarl.ops.report import series
 
 Figure = dict[str, Any]
-COLORS: dict[str, str] = series.read_table("colors.toml")["series"]
+COLORS: dict[str, str] = read_table(__file__, "colors.toml")["series"]
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SMOOTHED_FROM = 40
 """Number of steps from which a moving average is plotted."""
