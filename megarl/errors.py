@@ -148,7 +148,7 @@ def reworded(
     into: Callable[[str], Exception],
     before: str = "",
     after: str = "",
-    tell: Callable[[BaseException], str] = str,
+    tell: Callable[[Any], str] = str,
 ) -> Iterator[None]:
     """Turn an error of ``kinds`` inside the block into ``into``, with its text between ``before`` and ``after``."""
     try:

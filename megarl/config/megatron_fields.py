@@ -4,20 +4,16 @@ derived.toml (``DERIVED``) lists the fields that megarl sets itself. ``core/repl
 bypass replay. ``megatron/policy.py`` checks all other keys against the installed version.
 """
 
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megarl.config.tables import Tables
+from megarl.files.texts import read_table
 
 RELEASES = "0.12.3 to 0.19"
 """Of Megatron-Core, that megarl runs on."""
-DERIVED: Mapping[str, str] = {
-    field: key
-    for key, fields in tomllib.loads(Path(__file__).with_name("derived.toml").read_text("utf-8")).items()
-    for field in fields
-}
+_DERIVED = read_table(__file__, "derived.toml").items()
+DERIVED: Mapping[str, str] = {field: key for key, fields in _DERIVED for field in fields}
 """Megatron field set by megarl -> megarl key that decides the value."""
 
 

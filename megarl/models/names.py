@@ -200,44 +200,22 @@ LAYOUTS: Mapping[str, Layout] = {
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """Return the sizes for ``Rule.dims``, without sizes that the model lacks."""
     fields, heads = shape.fields, shape.fields["num_attention_heads"]
-    sizes = {
-        "vocab": shape.vocab_size,
-        "hidden": fields["hidden_size"],
-        "ffn": fields["ffn_hidden_size"],
-        "expert_ffn": fields.get("moe_ffn_hidden_size"),
-        "shared_ffn": fields.get("moe_shared_expert_intermediate_size"),
-        "experts": shape.num_experts,
-        "heads": heads,
-        "one": 1,
-    }
-    sizes["expert_gate_up"] = 2 * (sizes["expert_ffn"] or 0)
+    sizes: dict[str, int] = {name: fields.get(key) or 0 for name, key in _TABLES["dimensions"].items()}
+    sizes |= {"vocab": shape.vocab_size, "experts": shape.num_experts, "one": 1}
+    sizes["expert_gate_up"] = 2 * sizes["expert_ffn"]
     if fields.get("multi_latent_attention"):
         plain, rotated, value = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
-        sizes |= {
-            "q_latent": fields["q_lora_rank"],
-            "kv_latent": fields["kv_lora_rank"],
-            "kv_latent_and_rope": fields["kv_lora_rank"] + rotated,
-            "q": heads * (plain + rotated),
-            "kv_up": heads * (plain + value),
-            "attention": heads * value,
-        }
-        heads, width = (fields.get(f"dsa_indexer_{name}", 0) for name in ("n_heads", "head_dim"))
-        sizes |= {"index_heads": heads, "index_head": width, "index_q": heads * width}
+        sizes |= {"q": heads * (plain + rotated), "kv_up": heads * (plain + value), "attention": heads * value}
+        sizes["kv_latent_and_rope"] = sizes["kv_latent"] + rotated
+        sizes["index_q"] = sizes["index_heads"] * sizes["index_head"]
     else:
         width = fields["kv_channels"]
-        sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
-        sizes["q_and_gate"] = 2 * sizes["q"]
+        sizes |= {"q": heads * width, "q_and_gate": 2 * heads * width, "kv": fields["num_query_groups"] * width}
     if fields.get("linear_attention_freq"):
-        keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
-        qk, v = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
-        sizes |= {
-            "linear_qk": qk,
-            "linear_v": v,
-            "linear_heads": values,
-            "linear_head": fields["linear_value_head_dim"],
-        }
-        sizes |= {"linear_qkv": 2 * qk + v, "linear_qkvz": 2 * (qk + v), "linear_ba": 2 * values}
-        sizes["linear_taps"] = fields["linear_conv_kernel_dim"]
+        qk = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+        v = sizes["linear_heads"] * sizes["linear_head"]
+        sizes |= {"linear_qk": qk, "linear_v": v, "linear_qkv": 2 * qk + v, "linear_qkvz": 2 * (qk + v)}
+        sizes["linear_ba"] = 2 * sizes["linear_heads"]
     return {name: size for name, size in sizes.items() if size}
 
 

@@ -6,7 +6,6 @@ unless ``update`` is set.
 """
 
 import hashlib
-import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,16 +19,17 @@ from uuid import uuid4
 import numpy as np
 from safetensors import safe_open
 
-from megarl.errors import ConfigError, MegarlError, RequestError, TraceError, printable
+from megarl.errors import ConfigError, MegarlError, RequestError, TraceError, printable, reworded
 from megarl.files.foreign_json import parse_json
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import read_table
 from megarl.routes.disagreement import shared_experts
 from megarl.routes.trace import RoutingTrace
 from megarl.verify.engine_client import Answer, EngineClient
 from megarl.verify.trace_files import compare_traces
 
 Verdict = Literal["ok", "fails", "not asked", "not answered"]
-CONTRACT: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+CONTRACT = read_table(__file__)
 MIN_OVERLAP = 0.75
 """Rows that share less of their experts (mean over layers) are rows of different tokens."""
 PROMPT, RESPONSE, BATCH, MAX_REQUESTS = 48, 16, 16, 256
@@ -300,10 +300,8 @@ class _Probe:
         """SGLang's checksum on a CPU begins the sha256 of a tensor's bytes."""
         if not (biases := _read_biases(self.folder)):
             raise _SkipError("the checkpoint has no e_score_correction_bias that bf16 would round", "not asked")
-        try:
+        with reworded(RequestError, lambda text: _SkipError(text, "not answered")):
             sums = self.client.call("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
-        except RequestError as error:
-            raise _SkipError(str(error), "not answered") from error
         kinds = set[str]()
         for name, exact in biases.items():
             bits = exact.view("<u4")
