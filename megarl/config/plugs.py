@@ -24,9 +24,7 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
     if not colon or not module_name or not name:
         raise ConfigError(f"{key}: found {path!r}, expected {built_in}, or package.module:name")
     problem, advice = f"{key}: found {path!r}, but cannot import {module_name!r} (", refusal("no_module")
-    with reworded(
-        (Exception, SystemExit), ConfigError, problem, advice, describe
-    ):  # as users' code may
+    with reworded((Exception, SystemExit), ConfigError, problem, advice, describe):  # as users' code may
         module = importlib.import_module(module_name)
     try:
         return getattr(module, name)

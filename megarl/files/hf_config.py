@@ -19,6 +19,7 @@ _TABLES = read_table(__file__, "families.toml")
 COMMON: Mapping[str, Any] = _TABLES["common"]
 FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
 ROPE: Mapping[str, Any] = _TABLES["rope"]
+RENAMED: Mapping[str, Mapping[str, str]] = _TABLES["renamed"]
 LACKING: Mapping[str, str] = _TABLES["lacking"]
 """Unsupported model types -> the feature that megarl lacks."""
 _MAPS = read_table(__file__, "layer_maps.toml")

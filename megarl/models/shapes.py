@@ -160,15 +160,8 @@ def _flag(hf: HFConfig, trait: str | bool) -> bool:
     return hf[trait] if isinstance(trait, str) else trait
 
 
-def _layers(hf: HFConfig) -> dict[str, Any]:
-    return {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"] or hf["moe_intermediate_size"],
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf["rms_norm_eps"],
-    }
+def _renamed(hf: HFConfig, reader: str) -> dict[str, Any]:
+    return {field: hf[key] for field, key in hf_config.RENAMED.get(reader, {}).items()}
 
 
 def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
@@ -246,31 +239,13 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     }
 
 
-def _gated_shared_expert(hf: HFConfig, _: Traits) -> dict[str, Any]:
-    width = hf["shared_expert_intermediate_size"]
-    return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
-
-
 def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
         if hf.get(key) not in (None, size):
             facts = {"key": key, "value": hf[key], "size": size}
             raise ConfigError(refusal("latent_width", heads=heads, plain=plain, rotated=rotated, **facts))
-    return {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": hf["q_lora_rank"],
-        "kv_lora_rank": hf["kv_lora_rank"],
-        "qk_head_dim": plain,
-        "qk_pos_emb_head_dim": rotated,
-        "v_head_dim": hf["v_head_dim"],
-    }
-
-
-def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
-    names = {"n_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
-    return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
+    return {"multi_latent_attention": True, "qk_layernorm": True}
 
 
 def _indexer_layers(hf: HFConfig) -> tuple[int, ...]:
@@ -298,10 +273,9 @@ def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
     return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
 
 
-_READERS = (_grouped_attention, _latent_attention, _sparse_attention, _delta_net)
-_READERS += (_softmax_experts, _sigmoid_experts, _gated_shared_expert)
+_READERS = (_grouped_attention, _latent_attention, _delta_net, _softmax_experts, _sigmoid_experts)
 READERS: Mapping[str, Reader] = {reader.__name__.removeprefix("_"): reader for reader in _READERS}
-"""Names in families.toml -> readers of what a config adds to the common fields."""
+"""Names in families.toml -> readers of what a config adds to the common and the renamed fields."""
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
@@ -327,9 +301,11 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
     architecture, traits = family_entry(kind, "class"), family_entry(kind, "shape")
     if architecture not in (names := hf["architectures"] or [architecture]):
         raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind}")
-    rope, fields = read_rope(hf, family_entry(kind, "rope") or {}), {**_layers(hf), **_windows(hf, traits)}
+    rope = read_rope(hf, family_entry(kind, "rope") or {})
+    fields = {**_renamed(hf, "layers"), **_windows(hf, traits), "normalization": "RMSNorm"}
+    fields["ffn_hidden_size"] = hf["intermediate_size"] or hf["moe_intermediate_size"]
     for name in traits["readers"]:
-        fields |= READERS[name](hf, traits)
+        fields |= _renamed(hf, name) | (READERS[name](hf, traits) if name in READERS else {})
     is_latent = "multi_latent_attention" in fields
     fields |= {**(latent_rope if is_latent else grouped_yarn)(rope), **traits.get("fields", {})}
     is_yarn = "yarn_rotary_scaling_factor" in fields  # of whole heads in Megatron
