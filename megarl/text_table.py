@@ -24,8 +24,7 @@ def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, w
     if not widths:
         return ""
     indent = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
-    last = max(_NARROWEST, shutil.get_terminal_size().columns - indent)
-    widths[-1] = min(widths[-1], last)
+    widths[-1] = min(widths[-1], max(_NARROWEST, shutil.get_terminal_size().columns - indent))
     if headings:
         lines.insert(1, ["-" * width for width in widths])
     return "\n".join(line for row in lines for line in _lay_out(row, widths, indent, words))

@@ -212,8 +212,7 @@ def _typed(key: str, text: str) -> Any:
     annotation = annotation_of(key)
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
-    origins = {get_origin(option) for option in (annotation, *get_args(annotation))}
-    if annotation is Any or origins & {list, dict}:
+    if annotation is Any or {get_origin(option) for option in (annotation, *get_args(annotation))} & {list, dict}:
         with suppress(ValueError, RecursionError):  # a string need not have quotation marks
             return tomllib.loads(f"value = {text}")["value"]
         return text

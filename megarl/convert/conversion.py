@@ -106,8 +106,7 @@ def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, optio
         return LAYOUTS[piece.rule.layout].cut(tensors, 0, 1, shape)[first : first + rows]
 
     parts = keys.parts(piece, shape)
-    ends = accumulate((rows for _, (rows, *_) in parts), initial=0)
-    pairs = zip(ends, parts, strict=False)
+    pairs = zip(accumulate((rows for _, (rows, *_) in parts), initial=0), parts, strict=False)
     return [Chunk(place, inner, dtype, partial(make, first, inner[0])) for first, (place, inner) in pairs]
 
 

@@ -196,8 +196,7 @@ def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> lis
     while len(bins) < num_bins:
         fullest = max((members for members in bins if len(members) > 1), key=lambda m: sum(lengths[i] for i in m))
         bins.remove(fullest)
-        halves = partition_into([lengths[i] for i in fullest], 2)
-        bins += [[fullest[i] for i in half] for half in halves]
+        bins += [[fullest[i] for i in half] for half in partition_into([lengths[i] for i in fullest], 2)]
     return sorted(bins)
 
 

@@ -197,8 +197,7 @@ def _grouped_attention(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 
 def _softmax_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     # A softmax over the chosen logits equals a softmax over all logits, normalised again over the chosen logits.
-    is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
-    return {**_experts(hf, traits), "moe_router_pre_softmax": not is_normalised}
+    return {**_experts(hf, traits), "moe_router_pre_softmax": not (traits.get("normalised") or hf["norm_topk_prob"])}
 
 
 def _experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:

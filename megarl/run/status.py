@@ -77,8 +77,7 @@ def _read_launch(run_dir: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(record.get("says"), str):
         return record | {"says": "launch.json is damaged"}
-    has_ended = record["says"].startswith(("finished", "stopped", "gave up"))
-    if not has_ended and not is_held(run_dir / "launch.lock"):
+    if not record["says"].startswith(("finished", "stopped", "gave up")) and not is_held(run_dir / "launch.lock"):
         record["says"] = f"gone; its last word: {record['says']}"
     return record
 

@@ -148,8 +148,7 @@ def _replace_literals(constant: Any) -> Any:
 def _retarget(module: types.ModuleType) -> None:
     """Remedy 2: replace device literals in all functions and methods that the module defines."""
     for value in list(vars(module).values()):
-        members = vars(value).values() if isinstance(value, type) else (value,)
-        for member in members:
+        for member in vars(value).values() if isinstance(value, type) else (value,):
             function = getattr(member, "__func__", getattr(member, "fget", member))
             while function is not None:
                 if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:

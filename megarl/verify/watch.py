@@ -127,8 +127,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         fingerprint = hidden[:: max(1, len(hidden) // FINGERPRINT)][:FINGERPRINT].float()
         fingerprint = torch.nn.functional.pad(fingerprint, (0, FINGERPRINT - len(fingerprint)))  # a copy
         is_recomputation = torch._C._current_graph_task_id() != -1
-        num_zero_gates = (rows & (gates == 0)).sum()
-        call = _Call(len(routing_map), stride, pack_bits(rows), num_zero_gates, fingerprint)
+        call = _Call(len(routing_map), stride, pack_bits(rows), (rows & (gates == 0)).sum(), fingerprint)
         calls[is_recomputation].append(call)
         return original(*positional, **keywords)
 

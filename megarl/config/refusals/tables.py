@@ -18,8 +18,7 @@ baseline."""
 def between_tables(config: Tables) -> Iterator[Row]:
     """Yield all rules between tables; ConfigError from what a rule has to resolve."""
     old_logprobs = [_old_logprobs] if config.train.old_logprobs == "rollout" else []
-    of_first = [_sizes, _sampling, _advantages, _groups, _megatron, _replay]
-    for rules in (*of_first, *old_logprobs, _engine, _judgement):
+    for rules in (_sizes, _sampling, _advantages, _groups, _megatron, _replay, *old_logprobs, _engine, _judgement):
         yield from rules(config)
 
 

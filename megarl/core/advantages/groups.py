@@ -202,7 +202,6 @@ def center(values: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Te
 
 def extremes(rewards: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest reward of each group, [B] each."""
-    num_groups = int(inverse.max()) + 1 if inverse.numel() else 0
-    empty = rewards.new_zeros(num_groups)
+    empty = rewards.new_zeros(int(inverse.max()) + 1 if inverse.numel() else 0)
     lowest = empty.scatter_reduce(0, inverse, rewards, reduce="amin", include_self=False)
     return lowest, empty.scatter_reduce(0, inverse, rewards, reduce="amax", include_self=False)

@@ -50,8 +50,7 @@ def prepare(data: Data) -> Counter[str]:
     records = read_records(data.source, split=data.split, limit=data.limit)
     found = [row for place, record in records if (row := _read(data, reader, counts, place, record)) is not None]
     texts = [text for text, _, _ in found if text is not None]  # no texts without a tokenizer
-    tokens = reader.encode(texts, None) if reader else [[]] * len(found)
-    for (_, digest, row), ids in zip(found, tokens, strict=True):
+    for (_, digest, row), ids in zip(found, reader.encode(texts, None) if reader else [[]] * len(found), strict=True):
         if len(ids) > data.max_prompt_tokens:
             counts["too long"] += 1
         elif digest in answers:

@@ -149,8 +149,7 @@ def _draw_benchmark(task: Task, benchmark: Benchmark, engine: Engine, tokenizer:
     parts = benchmark, prompts, config, tokenizer
     played = distributed.run_together(f"the evaluation on {name}", lambda: PlayedBenchmark.of(*parts))
     try:
-        ends = shared.turn_ends(config, tokenizer)
-        samples = shared.draw(config, engine, played, task.request.samples, ends)
+        samples = shared.draw(config, engine, played, task.request.samples, shared.turn_ends(config, tokenizer))
     finally:
         played.player.close()
     gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])

@@ -197,7 +197,6 @@ class TrainingEngine(FrozenModel):
 
 def _gap(batch: TrainBatch, *chunks_and_micros: Any, **sizes: Any) -> Gap:
     """Run the model, and compare the log-probabilities with the rollouts'."""
-    outputs = forward.run(*chunks_and_micros, **sizes)
-    logprobs = torch.cat([output.logprobs for output in outputs]).float().cpu()
+    logprobs = torch.cat([output.logprobs for output in forward.run(*chunks_and_micros, **sizes)]).float().cpu()
     metrics = finalize(mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask, batch.cu_seqlens))
     return Gap(metrics["rollout/k1"], metrics["rollout/k3"], metrics["rollout/extreme_2"])

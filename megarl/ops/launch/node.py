@@ -116,8 +116,7 @@ def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
     """
     place = f"rank {rank} on {socket.gethostname()}"
     if exit_code < 0:
-        killed = MegarlError(f"{place} was killed by {signal.Signals(-exit_code).name}")
-        write_failure(killed, is_cause=True)
+        write_failure(MegarlError(f"{place} was killed by {signal.Signals(-exit_code).name}"), is_cause=True)
     elif exit_code == 1:  # an error outside of megarl
         sign = read_record(rank_file(folder, rank))
         error = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None

@@ -111,8 +111,7 @@ def examine(root: Path, release: str) -> list[FileState]:
     for name in _FILE.findall((PATCHES / f"{release}.patch").read_text(encoding="utf-8")):
         current = _content(root / name)
         is_crlf = current.count(b"\r\n") == current.count(b"\n") > 0
-        text = current.replace(b"\r\n", b"\n") if is_crlf else current
-        state, result, notes = _examine_file(text, release, name)
+        state, result, notes = _examine_file(current.replace(b"\r\n", b"\n") if is_crlf else current, release, name)
         result = result.replace(b"\n", b"\r\n") if is_crlf else result
         states.append(FileState(name, root / name, state, current, result, tuple(notes)))
     return states

@@ -31,8 +31,7 @@ def to_text(plan: Estimate, config: Config) -> str:
 def _lines(names: dict[str, Any], label: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
     if needs and not _FORMAT.get_field(needs, (), names)[0]:
         return
-    filled = (_FORMAT.vformat(text, (), names) for text in (label, amount, note))
-    yield "  {:<34} {:>14}  {}".format(*filled).rstrip()
+    yield "  {:<34} {:>14}  {}".format(*(_FORMAT.vformat(text, (), names) for text in (label, amount, note))).rstrip()
 
 
 def _derive(plan: Estimate, config: Config) -> SimpleNamespace:

@@ -103,8 +103,7 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
     """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
     # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
-    rules = rules_of(shape)
-    return max((3 - rule.is_of_experts) * whole_bytes(rule, shape, element, ep) for rule in rules)
+    return max((3 - rule.is_of_experts) * whole_bytes(rule, shape, element, ep) for rule in rules_of(shape))
 
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
@@ -155,8 +154,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     """
     if layout.vpp is None:
         return min(layout.pp - stage, micro_batches)
-    num_ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
-    return min(num_ahead, micro_batches * layout.vpp)
+    return min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)
 
 
 def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int, ...]) -> tuple[int, int]:

@@ -121,8 +121,7 @@ def _plot_layers(panel: series.Panel, run: Run) -> Figure:
     starts = np.arange(0, len(steps), -(-len(steps) // _MAX_COLUMNS))
     counts = np.add.reduceat(np.isfinite(grid), starts, axis=1)
     grid = np.where(counts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(counts, 1), np.nan)
-    vertical = _axis(panel.y_label, type="category", autorange="reversed")
-    layout = {"xaxis": _axis("global step"), "yaxis": vertical}
+    layout = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label, type="category", autorange="reversed")}
     trace = {
         "type": "heatmap",
         "z": [numbers(row) for row in grid],
@@ -140,8 +139,7 @@ def _plot_layers(panel: series.Panel, run: Run) -> Figure:
 def _scale_y(layout: Figure, panel: series.Panel, data: Sequence[Figure]) -> None:
     """Set the y axis of a panel whose lines are plotted."""
     axis, scale = layout["yaxis"], panel.scale
-    values = [value for trace in data for value in trace["y"] if value is not None]
-    top = max(values, default=0.0)
+    top = max([value for trace in data for value in trace["y"] if value is not None], default=0.0)
     if "percent" in scale:
         axis |= _PERCENT
     if scale == "whole percent":
