@@ -61,28 +61,21 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
 
 
 def policy_loss(
-    name: str,
-    objective: Objective,
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: Tensor | None = None,
+    name: str, objective: Objective, *, config: Any, loss_agg_mode: str, rollout_is_weights: Any = None, **batch: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of one micro-batch, ``-dp_size * (coefficients * log_prob).sum()``, and metrics.
 
     Denominators are verl's: loss tokens of the mini-batch over all data-parallel ranks, and its number of responses,
-    responses without a loss token included. Prefixes and sequences run over the loss tokens of a row of
-    ``response_mask`` in order, with or without holes. All tensors [b, r]. ConfigError, with the name and the setting to
+    responses without a loss token included. batch: ``old_log_prob``, ``log_prob``, ``advantages``, ``response_mask``.
+    Prefixes and sequences run over the loss tokens of a row of ``response_mask`` in order, with or without holes. All
+    tensors [b, r]. ConfigError, with the name and the setting to
     change, if verl's settings contradict the objective, or if a column of the objective is missing.
     """
     info, data = config.global_batch_info, _micro_batch.get({})
+    old_log_prob, advantages, mask = (batch[key] for key in ("old_log_prob", "advantages", "response_mask"))
     read = policies_read(objective) | ({"mu"} if objective.own_functions else set())
     num_tokens = info.get("batch_num_tokens")
-    is_part = num_tokens is not None and (info["dp_size"] > 1 or int(response_mask.sum()) < num_tokens)
+    is_part = num_tokens is not None and (info["dp_size"] > 1 or int(mask.sum()) < num_tokens)
     reads_mu, reads_ref = "mu" in read, "ref" in read
     problems = {
         "aggregation": loss_agg_mode != objective.aggregation,
@@ -103,14 +96,14 @@ def policy_loss(
         "old_logprobs": old_log_prob,
         "rollout_logprobs": _padded(data["rollout_log_probs"]) if reads_mu else old_log_prob,
         "advantages": advantages if rollout_is_weights is None else advantages * rollout_is_weights,
-        "loss_mask": response_mask.bool(),
+        "loss_mask": mask.bool(),
     }
     if reads_ref:
         columns["ref_logprobs"] = _padded(data["ref_log_prob"])
     denominators = None  # those of this micro-batch, which is all
     if num_tokens is not None and not objective.beforehand:
         denominators = Denominators(int(num_tokens), int(info["global_batch_size"]))
-    loss, statistics = objective_loss(objective, TokenColumns.of_padded(log_prob, columns), denominators)
+    loss, statistics = objective_loss(objective, TokenColumns.of_padded(batch["log_prob"], columns), denominators)
     return loss * info.get("dp_size", 1), _metrics(statistics)
 
 

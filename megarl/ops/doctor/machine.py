@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -245,16 +245,14 @@ def _read_inputs(config: Config, failed: Collection[str]) -> None:
         load_model_tokenizer(config.model)
         return
     is_here = data.heldout is not None and Path(data.heldout).exists()
-    present = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
-    inputs = read_inputs(config.model_copy(update=present | {"eval": config.eval.model_copy(update={"sets": sets})}))
-    try:
+    present: dict[str, Any] = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
+    present["eval"] = config.eval.model_copy(update={"sets": sets})
+    with closing(read_inputs(config.model_copy(update=present))) as inputs:
         if config.reward.function != "reward_model":  # whose servers may start later
             first = inputs.prompts[0]
             judged = inputs.judge.score(prompt=first.text, response=first.answer, answer=first.answer)
             if (error := asyncio.run(judged).error) is not None:
                 raise ConfigError(f"reward.function: with the answer of {first.source} as response: {error}")
-    finally:
-        inputs.close()
 
 
 def _read_weights(folder: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,8 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     tokenizer = load_model_tokenizer(config.model)
     # Servers write below run.dir. Keep the files out of a run in progress.
     config = with_keys(config, run={"dir": str(task.out)})
-    engine = make_engine(config, progress.line)
     tables: dict[str, Json] = {}
-    try:
+    with closing(make_engine(config, progress.line)) as engine:
         _send_weights(engine, config, task.checkpoint, progress)
         for benchmark in request.benchmarks:
             started, name = time.perf_counter(), benchmark.name
@@ -88,8 +88,6 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
             distributed.from_main_rank(lambda: _write_summary(task, tables))
             total = len(task.prompts[name]) * request.samples
             progress.line(f"{name}: {total} responses in {time.perf_counter() - started:.1f} s")
-    finally:
-        engine.close()
     distributed.from_main_rank(lambda: _show(task, tables))
     distributed.shutdown()
     return task.out
@@ -148,10 +146,8 @@ def _draw_benchmark(task: Task, benchmark: Benchmark, engine: Engine, tokenizer:
     config, name, prompts = task.request.config, benchmark.name, task.prompts[benchmark.name]
     parts = benchmark, prompts, config, tokenizer
     played = distributed.run_together(f"the evaluation on {name}", lambda: PlayedBenchmark.of(*parts))
-    try:
+    with closing(played.player):
         samples = shared.draw(config, engine, played, task.request.samples, shared.turn_ends(config, tokenizer))
-    finally:
-        played.player.close()
     gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])
     lines = [line for of_rank in gathered or () for line in of_rank]
     return distributed.from_main_rank(lambda: _save(task, benchmark, lines, engine.weight_version))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,13 +158,10 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     request_of = make_requests(config.run.seed, EVALUATE, 0, prompts)
     requests = [request_of(index % len(prompts), index // len(prompts))[0] for index in range(num_responses)]
     params = train_params(config, turn_ends(config, tokenizer), routes=model.replay is not None)
-    engine = make_engine(config, StepProgress(enabled=False).line)
-    try:
+    with closing(make_engine(config, StepProgress(enabled=False).line)) as engine:
         engine.update_weights(model.export(engine.receives_weights), version=0)
         rollouts = engine.generate(requests, params)
         require_weights(engine)
-    finally:
-        engine.close()
     return rollouts
 
 
