@@ -35,8 +35,6 @@ def _lay_out(row: Sequence[str], widths: Sequence[int], indent: int, words: int 
         return [""]
     num_words = len(row) if words is None else words
     first, *continued = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
-    cells = [
-        cell.ljust(width) if column < num_words else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip([*row[:-1], first], widths, strict=True))
-    ]
+    columns = enumerate(zip([*row[:-1], first], widths, strict=True))
+    cells = [cell.ljust(width) if place < num_words else cell.rjust(width) for place, (cell, width) in columns]
     return [_GAP.join(cells).rstrip(), *(" " * indent + line for line in continued)]

@@ -131,11 +131,8 @@ def _padded(column: Tensor) -> Tensor:
 
 def _metrics(statistics: Mapping[str, Stat]) -> dict[str, float]:
     """Return the same names for every micro-batch, 0 without observations: verl merges ranks by position."""
-    return {
-        f"actor/megarl/{name}{suffix and '_' + suffix}": stat.values().get(suffix, 0.0)
-        for name, stat in to_host(statistics).items()
-        for suffix in REPORTED.get(stat.kind, [])
-    }
+    stats = [(name, end, s) for name, s in to_host(statistics).items() for end in REPORTED.get(s.kind, [])]
+    return {f"actor/megarl/{name}{end and '_' + end}": stat.values().get(end, 0.0) for name, end, stat in stats}
 
 
 for _name, _objective in OBJECTIVES.items():

@@ -101,10 +101,8 @@ def quantize(source: Path, out: Path, options: Options) -> None:
         job.verify(shards, find_changed)
     job.publish(to="fp8", block=options.block)
     before, (rows, columns) = sum(tensor.nbytes for tensor in tensors.values()), options.block
-    print(
-        f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns}; "
-        f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified"
-    )
+    print(f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns};", end=" ")
+    print(f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified")
 
 
 def _num_bytes(tensor: torch.Tensor, block: tuple[int, int]) -> int:

@@ -79,10 +79,8 @@ def load_prompts(
 
     rows = [read(place, record) for place, record in read_records(data.train, split=data.split, limit=limit)]
     encoded = reader.encode([text for text, _ in rows], data.max_prompt_tokens)
-    return [
-        Prompt(index, np.array(tokens, np.int32), text.text, answer, text.place)
-        for index, ((text, answer), tokens) in enumerate(zip(rows, encoded, strict=True))
-    ]
+    columns = enumerate(zip(rows, (np.array(tokens, np.int32) for tokens in encoded), strict=True))
+    return [Prompt(index, ids, text.text, answer, text.place) for index, ((text, answer), ids) in columns]
 
 
 def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> list[Demonstration]:

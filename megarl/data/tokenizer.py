@@ -18,21 +18,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from megarl.config.tables.model import ModelConfig
 from megarl.errors import ConfigError, DataError, describe, reworded
 from megarl.files.foreign_json import read_object
-from megarl.files.texts import refusal
+from megarl.files.texts import read_table, refusal
 from megarl.files.writing import find_tokenizer_code, read_record
 
 _BATCH = 1024
 INCOMPLETE = "\ufffd"
 """A decoder's text for bytes of an incomplete character."""
-_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("config.json", "generation_config.json"),
-)
+_TABLES = read_table(__file__)
+_FILES: list[str] = _TABLES["files"]
 """Files that transformers reads without a limit of size or depth."""
-_PROBE = (
-    "The quick brown fox, don't stop: 0123456789 3.14\n\n\tdef f(a):\n        return a[0] != {'k': 1}  # yes\n"
-    "Größe ÇA Привет мир Ελλάδα مرحبا עברית नमस्ते 你好,世界 日本語 한국어 🙂👍🏽 \\frac{1}{2} $x^2$ #### <tag>\n"
-)
+_PROBE: str = _TABLES["probe"]
 """Typical text of a policy: words, numbers, code, LaTeX, white space, several scripts."""
 
 

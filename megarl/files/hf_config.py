@@ -61,10 +61,9 @@ class HFConfig:
             if key in values and (values[key] != values[alias] or type(values[key]) is not type(values[alias])):
                 raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
         self._labels = {key: prefix + alias for alias, key in aliases.items()}
-        self.optional, self.derived, self._harmless, sizes, stated = (
-            {key for table in tables for key in table.get(section, ())}
-            for section in ("optional", "derived", "harmless", "sizes", "stated")
-        )
+        sections = ("optional", "derived", "harmless", "sizes", "stated")
+        keys = ({key for table in tables for key in table.get(section, ())} for section in sections)
+        self.optional, self.derived, self._harmless, sizes, stated = keys
         self.required = sizes | stated
         defaults = (table.get(section, {}) for table in tables for section in ("defaults", "elsewhere"))
         self.defaults: dict[str, Any] = dict.fromkeys(self.optional | self.derived)
@@ -232,9 +231,7 @@ def _compressed_weights(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     formats = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
     try:
         weights = [group["weights"] for group in table["config_groups"].values()]
-        kinds = {
-            (each["type"], each["num_bits"], each.get("symmetric", True), each.get("actorder")) for each in weights
-        }
+        kinds = {(w["type"], w["num_bits"], w.get("symmetric", True), w.get("actorder")) for w in weights}
     except (AttributeError, KeyError, TypeError):
         return []
     orders = (None, "static", "weight")  # of the columns; other orders have a g_idx
@@ -242,9 +239,7 @@ def _compressed_weights(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return weights if kinds <= expected and table.get("format") in formats and not table.get("transform_config") else []
 
 
-DENSE = tuple(
-    kind for kind in FAMILIES if not any("experts" in name for name in family_entry(kind, "shape")["readers"])
-)
+DENSE = tuple(kind for kind in FAMILIES if "experts" not in str(family_entry(kind, "shape")["readers"]))
 """Model types without experts."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""

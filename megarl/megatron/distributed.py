@@ -20,7 +20,7 @@ from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
-from megarl.files.texts import refusal
+from megarl.files.texts import read_table, refusal
 from megarl.replay.megatron_state import Replaced, cp_position, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # replay needs no pydantic
 
 Result = TypeVar("Result")
 
+SIZES: Mapping[str, str] = read_table(__file__)["sizes"]
+"""Megatron's names of the sizes of a layout -> ours."""
 _TWIN = "over gloo"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
@@ -48,15 +50,9 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
         atexit.register(shutdown)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError("Megatron's parallel state exists already; one run per process, or destroy it first")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
-    )
+    sizes = {name: getattr(layout, size) for name, size in SIZES.items()}
+    minutes = max(1, int(timeout_s // 60))
+    parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=minutes)
     torch.manual_seed(config.run.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
 

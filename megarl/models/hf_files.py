@@ -219,14 +219,14 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
     dropped |= unknown & hf.names_of_prediction_layers()
     unknown -= {*hf.names_beside_text()}
+    shapes = {name: hf.shape(name) for name in expected.keys() & hf.names()}
+    others = [
+        f"{name} {shape} (expected {expected[name]})" for name, shape in shapes.items() if shape != expected[name]
+    ]
     faults = {
         "missing": list(set(expected) - hf.names()),
         "unknown": list(unknown - dropped),
-        "of another shape": [
-            f"{name} {hf.shape(name)} (expected {shape})"
-            for name, shape in expected.items()
-            if name in hf.names() and hf.shape(name) != shape
-        ],
+        "of another shape": others,
     }
     if text := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""

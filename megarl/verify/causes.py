@@ -27,10 +27,8 @@ LEAST_VOTES = 4
 """Rows that must have moved equally far, or agree; fewer do by chance."""
 
 
-_KINDS = (
-    "empty zeros constant fewer more shifted transposed micro_batch layer low_byte renumbered run draft native other"
-)
-KINDS = frozenset(_KINDS.split())
+_ROWS = "empty zeros constant fewer more shifted transposed run"
+KINDS = frozenset(f"{_ROWS} micro_batch layer low_byte renumbered draft native other".split())
 """docs/verify.md says what each means."""
 
 

@@ -132,10 +132,13 @@ class ServerSteps:
         failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
-                failures.append(
-                    f"{step.name} ended with exit code {step.code} before it was ready, after {self.restarts[index]} "
-                    f"restarts; see {self._log(index)}"
-                )
+                facts = {
+                    "name": step.name,
+                    "code": step.code,
+                    "restarts": self.restarts[index],
+                    "log": self._log(index),
+                }
+                failures.append(refusal("server_ended", **facts))
                 if step.code == BAD_INPUT:
                     raise ConfigError(failures[-1])
         return failures
