@@ -233,10 +233,8 @@ def _read_families() -> dict[str, tuple[Rule, ...]]:
         return Rule(tuple(prefix + name for name in megatron), hf_names, tuple(dims), layout, scope, when)
 
     parts = _TABLES["parts"]
-    rows = {
-        kind: [row for name in family_entry(kind, "parameters") for row in parts[name]] for kind in hf_config.FAMILIES
-    }
-    return {kind: tuple(rule(kind, *row) for row in of_kind) for kind, of_kind in rows.items()}
+    names = {kind: family_entry(kind, "parameters") for kind in hf_config.FAMILIES}
+    return {kind: tuple(rule(kind, *row) for name in names[kind] for row in parts[name]) for kind in names}
 
 
 FAMILIES: Mapping[str, tuple[Rule, ...]] = _read_families()

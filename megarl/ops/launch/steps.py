@@ -132,12 +132,7 @@ class ServerSteps:
         failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
-                facts = {
-                    "name": step.name,
-                    "code": step.code,
-                    "restarts": self.restarts[index],
-                    "log": self._log(index),
-                }
+                facts = {"step": step, "restarts": self.restarts[index], "log": self._log(index)}
                 failures.append(refusal("server_ended", **facts))
                 if step.code == BAD_INPUT:
                     raise ConfigError(failures[-1])
