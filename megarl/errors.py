@@ -146,15 +146,15 @@ def reason_of(error: BaseException) -> str:
 def reworded(
     kinds: type[BaseException] | tuple[type[BaseException], ...],
     into: Callable[[str], Exception],
-    before: str = "",
-    after: str = "",
+    prefix: str = "",
+    suffix: str = "",
     tell: Callable[[Any], str] = str,
 ) -> Iterator[None]:
-    """Turn an error of ``kinds`` inside the block into ``into``, with its text between ``before`` and ``after``."""
+    """Turn an error of ``kinds`` inside the block into ``into``, with its text between ``prefix`` and ``suffix``."""
     try:
         yield
     except kinds as error:
-        raise into(f"{before}{tell(error)}{after}") from error
+        raise into(f"{prefix}{tell(error)}{suffix}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1) -> str:

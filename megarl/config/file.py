@@ -218,8 +218,8 @@ def _typed(key: str, text: str) -> Any:
         return text
     if text == "none" and NoneType in get_args(annotation):
         return None
-    found = f"--{key}: found {text!r}, "
-    with reworded(ValidationError, ConfigError, found, tell=lambda error: error.errors()[0]["msg"].lower()):
+    prefix = f"--{key}: found {text!r}, "
+    with reworded(ValidationError, ConfigError, prefix, tell=lambda error: error.errors()[0]["msg"].lower()):
         return TypeAdapter(annotation).validate_python(text)
 
 

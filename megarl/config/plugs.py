@@ -46,8 +46,8 @@ def check_function(key: str, path: str, function: Any, parameters: str, other: s
     except ValueError:  # some built-ins have no signature
         pass
     except TypeError as error:
-        found = f"{inspect.signature(function)} ({error}), expected ({parameters})"
-        raise ConfigError(f"{key}: the function {path!r} has the parameters {found}") from None
+        misfit = f"{inspect.signature(function)} ({error}), expected ({parameters})"
+        raise ConfigError(f"{key}: the function {path!r} has the parameters {misfit}") from None
     return function
 
 

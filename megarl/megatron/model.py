@@ -259,8 +259,8 @@ def release_after_use(model: torch.nn.Module) -> None:
 def _release_after_use(dispatcher: Any) -> None:
     last = dispatcher.combine_postprocess
     # The flex dispatcher leaves the tensors to a manager.
-    both = dispatcher, getattr(dispatcher, "_comm_manager", None)
-    holders = [vars(holder) for holder in both if holder is not None]
+    managers = dispatcher, getattr(dispatcher, "_comm_manager", None)
+    holders = [vars(holder) for holder in managers if holder is not None]
     constants = [set(_tensors_of(holder)) for holder in holders]
 
     def combine(*arguments: Any, **options: Any) -> Any:

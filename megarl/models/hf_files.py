@@ -220,8 +220,8 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
     dropped |= unknown & hf.names_of_prediction_layers()
     unknown -= {*hf.names_beside_text()}
     shapes = {name: hf.shape(name) for name in expected.keys() & hf.names()}
-    others = [f"{n} {shape} (expected {expected[n]})" for n, shape in shapes.items() if shape != expected[n]]
-    faults = {"missing": [*expected.keys() - hf.names()], "unknown": [*unknown - dropped], "of another shape": others}
+    reshaped = [f"{n} {shape} (expected {expected[n]})" for n, shape in shapes.items() if shape != expected[n]]
+    faults = {"missing": [*expected.keys() - hf.names()], "unknown": [*unknown - dropped], "of another shape": reshaped}
     if text := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
         raise CheckpointError(f"{hf.path} does not hold the model of its config.json: {text}{hint}")

@@ -13,7 +13,7 @@ SINGLE = "model.safetensors"
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. CheckpointError for a missing or damaged file."""
-    with reworded(DataError, CheckpointError, after="; download it again"):
+    with reworded(DataError, CheckpointError, suffix="; download it again"):
         return read_object(path)
 
 

@@ -282,7 +282,7 @@ def read_shape(model_path: str | Path) -> ModelShape:
     path = Path(model_path) / "config.json"
     if not os.path.lexists(path):
         raise ConfigError(f"{path} does not exist, expected a folder with a Hugging Face checkpoint")
-    with reworded(DataError, ConfigError, after=", expected the config of a Hugging Face model"):
+    with reworded(DataError, ConfigError, suffix=", expected the config of a Hugging Face model"):
         hf = read_object(path)
     kind = str(hf.get("model_type", ""))
     if kind not in FAMILIES:

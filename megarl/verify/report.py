@@ -129,9 +129,9 @@ def _compare(
         return
     if not report.first_wrong:
         row, column = np.argwhere(wrong)[0].tolist()
-        found, meant = (list_experts(bits[column]) for bits in (used.bits[row], target.bits[index[row]]))
+        experts, meant = (list_experts(bits[column]) for bits in (used.bits[row], target.bits[index[row]]))
         pair = f"layer {report.layers[column]}, row {used.rows[row]}"
-        report.first_wrong = f"{place}, {pair}: experts {found}, expected {meant}"
+        report.first_wrong = f"{place}, {pair}: experts {experts}, expected {meant}"
     if len(report.causes) < MOST_CAUSES:
         cause = find_cause(micro, used, wrong, expected)
         report.causes.append(replace(cause, text=f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"))

@@ -143,8 +143,8 @@ def run_trial(
     with redirect_stdout(sys.stderr):  # the report has stdout for itself
         for name, attempt in attempts(config, failed):
             try:
-                found = attempt()
-                facts |= found if isinstance(found, dict) else {}
+                result = attempt()
+                facts |= result if isinstance(result, dict) else {}
                 if note := facts.pop("note", ""):
                     checks.append(Finding(name, "ok", note))
             except MegarlError as error:

@@ -43,7 +43,7 @@ def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
     node's address, because host names need not resolve."""
     address = read_topology(launch).trainers[node].address
     entries = ((name, entry.address) for name, values in psutil.net_if_addrs().items() for entry in values)
-    interface = next((name for name, at in entries if at.split("%")[0] == address), None)
+    interface = next((name for name, ip in entries if ip.split("%")[0] == address), None)
     variables = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " ", "OMP_NUM_THREADS": "1"}
     if interface is not None and len(launch["topology"]["trainers"]) > 1:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL takes prefixes

@@ -76,7 +76,7 @@ def _read_run(folder: Path) -> _Source:
     records = read_metrics(path)
     if not records:
         raise DataError(f"{path}: no whole record: the run has not finished its first step")
-    with reworded(ConfigError, DataError, after="; something has changed the file since the run wrote it"):
+    with reworded(ConfigError, DataError, suffix="; something has changed the file since the run wrote it"):
         config = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else {}
     return _Source(str(folder), folder, records, make_curves(records), config)
 
