@@ -24,11 +24,7 @@ def gpu_defaults(config: Tables, *, on_gpu: bool, has_te: bool) -> Mapping[str, 
     exported after every update, so no pass could hide the gather. The fused router is never on: routes are observed.
     """
     gathers = config.parallel.distributed_optimizer and config.train.mini_batches > 1
-    decided = {
-        "overlap_grad_reduce": on_gpu,
-        "overlap_param_gather": on_gpu and gathers,
-        "gradient_accumulation_fusion": on_gpu and has_te,
-        "moe_permute_fusion": on_gpu and has_te,
-    }
+    decided = dict.fromkeys(("gradient_accumulation_fusion", "moe_permute_fusion"), on_gpu and has_te)
+    decided |= {"overlap_grad_reduce": on_gpu, "overlap_param_gather": on_gpu and gathers}
     wanted = decided | {name: value for name, value in config.megatron.items() if name in decided}
     return {name: True for name, value in wanted.items() if value}

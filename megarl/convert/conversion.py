@@ -80,12 +80,8 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     lengths = [count * dtype.itemsize for count, dtype in zip(num_values, dtypes, strict=True)]
     shards = pack_shards(pieces, lengths, options.shard_bytes)
     job = ConversionJob(out, source, model, options)
-    job.write_shards(
-        shards,
-        sum(lengths),
-        encode=lambda piece: dict(hf_tensors(piece, megatron, options)),
-        finish=lambda: copy_model_files(model, job.folder, config_dtype),
-    )
+    copy = partial(copy_model_files, model, job.folder, config_dtype)
+    job.write_shards(shards, sum(lengths), lambda piece: dict(hf_tensors(piece, megatron, options)), copy)
     with HFCheckpoint(job.folder) as hf:
         check_tensors(hf, hf_shapes(shape))
         job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))

@@ -133,11 +133,8 @@ def seal(folder: Path, **fields: Any) -> None:
     """List the written files, and flush all to the disk. Files that are added or changed later are foreign."""
     sync_all(folder)  # first: a network file system may set the time of a file at the flush
     is_own = marked(folder)
-    files = {
-        name: [status.st_size, status.st_mtime_ns]
-        for name, status in sorted(_entries(folder))
-        if stat.S_ISREG(status.st_mode) and is_own(name, status) and not matches(name, _WHILE_WRITTEN)
-    }
+    entries = ((n, s) for n, s in sorted(_entries(folder)) if stat.S_ISREG(s.st_mode) and is_own(n, s))
+    files = {n: [s.st_size, s.st_mtime_ns] for n, s in entries if not matches(n, _WHILE_WRITTEN)}
     _write_mark(folder, files, _WHILE_WRITTEN, fields)
     sync(folder)
 

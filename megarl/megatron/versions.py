@@ -49,11 +49,8 @@ def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:  # any class: for an unknown optimizer, Megatron raises a plain Exception
         frames = traceback.extract_tb(error.__traceback__)
         place = next((frame for frame in reversed(frames) if _within(frame, _MEGATRON, _MEGARL)), frames[-1])
-        is_other = (
-            isinstance(error, (MegarlError, torch.OutOfMemoryError))
-            or not _within(place, _MEGATRON)
-            or any(_within(frame, _DISTRIBUTED) for frame in frames)
-        )
+        is_other = not _within(place, _MEGATRON) or any(_within(frame, _DISTRIBUTED) for frame in frames)
+        is_other |= isinstance(error, (MegarlError, torch.OutOfMemoryError))
         if is_other or not (settings or isinstance(error, _DELIBERATE)):
             raise
         table = f"; [megatron] sets {', '.join(settings)}" if settings else ""

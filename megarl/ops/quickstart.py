@@ -104,8 +104,8 @@ def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
             process.join()  # the ranks also got the signal, and are saving
         raise
     except ProcessExitedException as error:
-        code = error.exit_code
-        raise RolloutError(f"`megarl {words[0]}` ended with exit code {code}; its messages are above") from None
+        problem = f"`megarl {words[0]}` ended with exit code {error.exit_code}"
+        raise RolloutError(f"{problem}; its messages are above") from None
 
 
 def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int | None]) -> None:

@@ -173,10 +173,8 @@ def _run(
                 origins[key].append((index, row))
         if num_indexed > MOST_INDEXED:
             break
-    moves = [
-        [(index, row - place) for index, row in origins.get(key, ())]
-        for place, key in zip(places.tolist(), _hash_rows(bits[:, layers]), strict=True)
-    ]
+    keys = zip(places.tolist(), _hash_rows(bits[:, layers]), strict=True)
+    moves = [[(index, row - place) for index, row in origins.get(key, ())] for place, key in keys]
     votes = Counter(move for options in moves if len(options) <= 2 for move in options)
     best_moves = [max(options, key=lambda move: votes[move], default=(0, 0)) for options in moves]
     has_moved = np.array([votes[move] >= LEAST_VOTES for move in best_moves])

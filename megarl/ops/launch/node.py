@@ -59,9 +59,8 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     logging.root.addHandler(_LogFile(log))
     for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and any(
-            type(handler) is logging.StreamHandler for handler in logger.handlers
-        ):
+        kinds = {type(handler) for handler in getattr(logger, "handlers", ())}
+        if isinstance(logger, logging.Logger) and logging.StreamHandler in kinds:
             logger.handlers = [_LogFile(log)]
     try:
         run.run(run.parse_args(words))

@@ -10,11 +10,8 @@ from megarl.files.texts import refusal
 from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
 
-_UNKNOWN = (
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
+_SPLITS = (f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss"))
+_UNKNOWN = ("pipeline_model_parallel_layout", *_SPLITS)
 """Fields of Megatron that divide layers in ways outside of this plan."""
 _WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 """Projections to latent space: column-parallel on paper, but whole on every rank."""

@@ -84,11 +84,8 @@ def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
 def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     """Return the lines of a panel, for a metric of NAME a line of each benchmark."""
     names = series.benchmarks(curves)
-    return [
-        replace(line, metric=line.metric.replace("NAME", name), label=line.label.replace("NAME", name))
-        for line in panel.lines
-        for name in (names if "NAME" in line.metric else [""])
-    ]
+    pairs = [(line, name) for line in panel.lines for name in (names if "NAME" in line.metric else [""])]
+    return [replace(ln, metric=ln.metric.replace("NAME", n), label=ln.label.replace("NAME", n)) for ln, n in pairs]
 
 
 def _style(run: Run, line: series.Line, place: int, index: int) -> Figure:
