@@ -18,7 +18,7 @@ def enable_cpu() -> bool:
     3. ``torch.distributed.distributed_c10d.ProcessGroupGloo``: all groups of the process share one event loop.
     4. ``torch.compile`` returns functions unchanged while Megatron is imported. If Megatron was imported before,
        ``torch.compiler.set_stance("force_eager")`` is set instead, for the whole process.
-    5. Megatron's functions name ``"cpu"`` where they named ``"cuda"`` (``stand_ins/cpu.py`` lists the modules).
+    5. Megatron's functions name ``"cpu"`` where they named ``"cuda"`` (``stand_ins/cpu.toml`` lists the modules).
     6. Megatron: the token dispatcher, unequal shares of expert-tensor parallelism, the generator of tensor
        parallelism, and rotary embeddings of packed sequences have versions for a CPU.
 
@@ -32,7 +32,7 @@ def enable_cpu() -> bool:
     Always:
 
     9. ``warnings``: nine messages that every rank would print and no user can act on are ignored
-       (``stand_ins/te.py`` lists them).
+       (``stand_ins/te.toml`` lists them).
     """
     from megarl.stand_ins.te import enable  # imports torch
 

@@ -59,9 +59,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_command(arguments: list[str]) -> Command:
     """The command with its arguments; ConfigError for words that no command takes."""
     parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument(
-        "--version", action="version", version=f"megarl {__version__}", help="show the version and exit"
-    )
+    options: dict[str, Any] = {"action": "version", "version": f"megarl {__version__}"}
+    parser.add_argument("--version", **options, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         about = " ".join((command.__doc__ or "").split())

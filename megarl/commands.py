@@ -16,6 +16,7 @@ from megarl.config.command import Command, OnConfiguration, Overrides, Positiona
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError, printable
+from megarl.files.texts import refusal
 from megarl.ops.report.samples import Samples
 from megarl.text_table import text_table
 from megarl.watch.limits import GAP
@@ -58,9 +59,7 @@ class Sft(OnConfiguration):
         """ConfigError without the table [sft]."""
         config = self.load_for_ranks(overrides)
         if config.sft is None:
-            raise ConfigError(
-                f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
-            )
+            raise ConfigError(refusal("no_sft", config=self.config))
         _require_inputs(config, "sft")
         enable_cpu()
         from megarl.trainer.sft import sft
@@ -302,10 +301,8 @@ class Verify:
     def run(self, overrides: Overrides) -> int:
         """ConfigError unless there are two files or a server."""
         if len(self.files) != (2 if self.engine is None else 0):
-            raise ConfigError(
-                f"megarl verify: found {len(self.files)} files{' and --engine' if self.engine else ''}, expected two "
-                "files of routing traces, or --engine URL alone"
-            )
+            engine = " and --engine" if self.engine else ""
+            raise ConfigError(refusal("files_to_verify", num=len(self.files), engine=engine))
         if self.engine is not None:
             from megarl.engines.sglang.http import key_named
             from megarl.verify.engine import show_engine

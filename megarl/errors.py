@@ -9,7 +9,8 @@ import difflib
 import socket
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,26 @@ def describe(error: BaseException) -> str:
     except Exception:  # a foreign exception may fail to print itself
         text = type(error).__name__
     return " ".join(text.split())[:300]
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of an error; of an error of the system without its number and file."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+@contextmanager
+def reworded(
+    kinds: type[BaseException] | tuple[type[BaseException], ...],
+    into: Callable[[str], Exception],
+    prefix: str = "",
+    suffix: str = "",
+    tell: Callable[[Any], str] = str,
+) -> Iterator[None]:
+    """Turn an error of ``kinds`` inside the block into ``into``, with its text between ``prefix`` and ``suffix``."""
+    try:
+        yield
+    except kinds as error:
+        raise into(f"{prefix}{tell(error)}{suffix}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1) -> str:

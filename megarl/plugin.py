@@ -29,6 +29,7 @@ from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenCol
 from megarl.core.objectives.columns import count_loss_tokens
 from megarl.errors import ConfigError
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.replay import MicroRoutes, Recording, RoutingReplay, stack_routes
 from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.routes import RoutingTrace
@@ -75,10 +76,7 @@ class StepLoss:
         """
         objective = find_objective(objective)
         if objective.beforehand:
-            raise ConfigError(
-                "objective: a part of it must know all tokens of the step beforehand: use gather_facts and policy_loss "
-                "of megarl.core.objectives, or choose another objective"
-            )
+            raise ConfigError(refusal("beforehand"))
         if cu_seqlens is not None and len(cu_seqlens) != len(loss_masks):
             raise ConfigError(f"{len(cu_seqlens)} cu_seqlens for {len(loss_masks)} loss masks: give one for each")
         group, num_micros = parallel_state.get_data_parallel_group(), len(loss_masks)
@@ -93,9 +91,7 @@ class StepLoss:
         if not total:
             raise ConfigError("no loss masks: give those of all micro-batches of the optimizer step")
         if total != num_micros * group.size() or squares * group.size() != total * total:
-            raise ConfigError(
-                f"{num_micros} micro-batches on this rank, others have {total - num_micros}: give each as many"
-            )
+            raise ConfigError(refusal("micro_batches_of_ranks", num=num_micros, others=total - num_micros))
         return cls(objective, Denominators(num_tokens, num_sequences), num_micros * group.size())
 
     def __call__(self, columns: TokenColumns) -> tuple[Tensor, dict[str, Stat]]:

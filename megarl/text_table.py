@@ -24,8 +24,7 @@ def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, w
     if not widths:
         return ""
     indent = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
-    last = max(_NARROWEST, shutil.get_terminal_size().columns - indent)
-    widths[-1] = min(widths[-1], last)
+    widths[-1] = min(widths[-1], max(_NARROWEST, shutil.get_terminal_size().columns - indent))
     if headings:
         lines.insert(1, ["-" * width for width in widths])
     return "\n".join(line for row in lines for line in _lay_out(row, widths, indent, words))
@@ -36,8 +35,6 @@ def _lay_out(row: Sequence[str], widths: Sequence[int], indent: int, words: int 
         return [""]
     num_words = len(row) if words is None else words
     first, *continued = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
-    cells = [
-        cell.ljust(width) if column < num_words else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip([*row[:-1], first], widths, strict=True))
-    ]
+    columns = enumerate(zip([*row[:-1], first], widths, strict=True))
+    cells = [cell.ljust(width) if place < num_words else cell.rjust(width) for place, (cell, width) in columns]
     return [_GAP.join(cells).rstrip(), *(" " * indent + line for line in continued)]

@@ -8,21 +8,29 @@ be another algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import Aggregation, Objective, refuse
+from megarl.core.choices.parts import Aggregation, Objective
 from megarl.core.choices.table import OBJECTIVES, find_objective
 from megarl.core.objectives import Coefficients, Denominators, TokenColumns, coefficients
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table
 
 POLICY_COLUMNS = {"old": "old_logprobs", "mu": "rollout_logprobs", "ref": "ref_logprobs"}
+_REFUSALS = read_table(__file__, "refusals.toml")
 _UNIT = 2**30
 """A power of two: the division by it is exact, and undone exactly."""
+
+
+def refuse_by(stack: str, subject: str, problems: Mapping[str, object], /, **facts: object) -> None:
+    """Raise ConfigError with the first text of the stack whose condition is true, behind ``subject``."""
+    if name := next((name for name, is_wrong in problems.items() if is_wrong), None):
+        raise ConfigError(subject + _REFUSALS[stack][name].format(**facts))
 
 
 def policies_read(row: Objective) -> frozenset[str]:
@@ -48,16 +56,11 @@ def find_row(row: str | Objective, stack: str, divides: Collection[str] = get_ar
     that divides otherwise; UnknownNameError for an unknown name.
     """
     objective = find_objective(row)
-    refuse(f"{stack}: the row {_name(objective)} ", {
-        "must know all tokens of the step beforehand": objective.beforehand,
-        "reads the sampler's top K tokens": objective.needs_topk,
-        "reads the drift of routers": objective.router_shift_floor,
-        "has an entropy term; set entropy_coef to 0, and use the stack's": objective.entropy_coef,
-        f"trains {objective.selection} alone; clear the mask of other responses, and set selection to 'all'":
-            objective.selection != "all",
-        f"divides as {objective.aggregation!r}, but with these settings {stack} as {' or '.join(divides)}":
-            objective.aggregation not in divides,
-    })  # fmt: skip
+    problems = {"beforehand": objective.beforehand, "topk": objective.needs_topk, "entropy": objective.entropy_coef}
+    problems |= {"drift": objective.router_shift_floor, "selection": objective.selection != "all"}
+    problems |= {"aggregation": objective.aggregation not in divides}
+    subject = f"{stack}: the row {_name(objective)} "
+    refuse_by("all", subject, problems, row=objective, stack=stack, divides=" or ".join(divides))
     return objective
 
 

@@ -17,13 +17,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer  # pyright takes this file itself for TRL
 
-from megarl.adapters.columns import policies_read
+from megarl.adapters.columns import policies_read, refuse_by
 from megarl.core import objectives as core
-from megarl.core.choices.parts import TOKEN_ADVANTAGES, refuse
+from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives.columns import count_loss_tokens
-from megarl.errors import ConfigError
 
 OF_THE_ROW = {
     *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards", "entropy_coef"),
@@ -31,7 +30,6 @@ OF_THE_ROW = {
     *("use_bias_correction_kl", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
 }
 """Settings of GRPOConfig without effect, because the row decides; they stay at TRL's default."""
-_NO_MU = "reads mu, which TRL lacks: set use_vllm, give a rollout_func with logprobs, or say mu_is_old (docs/trl.md)"
 
 
 class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues]
@@ -58,17 +56,16 @@ class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues
         changed = [field.name for field in settings if getattr(self.args, field.name) != field.default]
         kl = [penalty.coef for penalty in row.penalties if penalty.to == "ref" and penalty.coef] or [0.0]
         self._needs_mu = not mu_is_old and (row.own_functions or "mu" in policies_read(row))
-        refuse(f"TRL: the objective {objective if isinstance(objective, str) else ''} ", {
-            f"decides in place of {', '.join(changed)}, which would have no effect: keep TRL's default": changed,
-            f"has {kl[0]} as KL coefficient to the reference, which TRL loads for beta, and beta is {self.beta}: set "
-            "beta to the coefficient, or give an objective with this penalty": self.beta not in kl,
-            _NO_MU: self._needs_mu and not (self.use_vllm or self.rollout_func),
-            "counts a step beforehand: let gradient_accumulation_steps divide steps_per_generation": every % per_step,
-            "needs facts of a whole step: use one process, and no gradient accumulation":
-                row.beforehand and per_step * self.accelerator.num_processes > 1,
-            "needs columns of tokens which TRL lacks":
-                row.advantage in TOKEN_ADVANTAGES or row.needs_topk or row.router_shift_floor,
-        })  # fmt: skip
+        problems = {
+            "changed": changed,
+            "kl": self.beta not in kl,
+            "no_mu": self._needs_mu and not (self.use_vllm or self.rollout_func),
+            "beforehand": every % per_step,
+            "whole_step": row.beforehand and per_step * self.accelerator.num_processes > 1,
+            "tokens": row.advantage in TOKEN_ADVANTAGES or row.needs_topk or row.router_shift_floor,
+        }
+        subject = f"TRL: the objective {objective if isinstance(objective, str) else ''} "
+        refuse_by("trl", subject, problems, changed=", ".join(changed), kl=kl[0], beta=self.beta)
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         self._rewards = super()._calculate_rewards(*args, **named)  # [N, functions] of all processes; NaN: no reward
@@ -78,8 +75,7 @@ class MegarlGRPOTrainer(GRPOTrainer):  # pyright: ignore[reportGeneralTypeIssues
         """TRL's batch with the row's advantages [B, T], and with ``loss_mask`` bool [B, T]."""
         batch = super()._generate_and_score_completions(inputs)
         mu, mask = batch.get("sampling_per_token_logps"), (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-        if mu is None and self._needs_mu:
-            raise ConfigError(f"TRL: the objective {_NO_MU}")
+        refuse_by("trl", "TRL: the objective ", {"no_mu": mu is None and self._needs_mu})
         mask = mask if mu is None else mask & mu.isfinite()
         size = self.num_generations if self.model.training else self.num_generations_eval
         rewards, weights = self._rewards, self.reward_weights.to(self._rewards)

@@ -24,14 +24,15 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos
 from verl.workers.utils import losses
 
-from megarl.adapters.columns import policies_read
-from megarl.core.choices.parts import refuse
+from megarl.adapters.columns import policies_read, refuse_by
 from megarl.core.metrics import Stat, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, advantages_of, select_responses
 from megarl.core.objectives import policy_loss as objective_loss
 
 REPORTED = {"mean": [""], "max": [""], "summary": ["mean", "max"], "ratio": ["mean", "min", "max"], "ess": ["fraction"]}
 """By kind of statistic the numbers that become metrics; verl averages them over micro-batches."""
+_NEEDS_MORE = ("token_level_kl", "process")
+"""Advantages of more than rewards."""
 _micro_batch: ContextVar[Mapping[str, Any]] = ContextVar("megarl_micro_batch")
 _verl_ppo_loss = losses.ppo_loss
 
@@ -60,65 +61,49 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
 
 
 def policy_loss(
-    name: str,
-    objective: Objective,
-    *,
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: Tensor | None = None,
+    name: str, objective: Objective, *, config: Any, loss_agg_mode: str, rollout_is_weights: Any = None, **batch: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of one micro-batch, ``-dp_size * (coefficients * log_prob).sum()``, and metrics.
 
     Denominators are verl's: loss tokens of the mini-batch over all data-parallel ranks, and its number of responses,
-    responses without a loss token included. Prefixes and sequences run over the loss tokens of a row of
-    ``response_mask`` in order, with or without holes. All tensors [b, r]. ConfigError, with the name and the setting to
+    responses without a loss token included. batch: ``old_log_prob``, ``log_prob``, ``advantages``, ``response_mask``.
+    Prefixes and sequences run over the loss tokens of a row of ``response_mask`` in order, with or without holes. All
+    tensors [b, r]. ConfigError, with the name and the setting to
     change, if verl's settings contradict the objective, or if a column of the objective is missing.
     """
     info, data = config.global_batch_info, _micro_batch.get({})
+    old_log_prob, advantages, mask = (batch[key] for key in ("old_log_prob", "advantages", "response_mask"))
     read = policies_read(objective) | ({"mu"} if objective.own_functions else set())
     num_tokens = info.get("batch_num_tokens")
-    is_part = num_tokens is not None and (info["dp_size"] > 1 or int(response_mask.sum()) < num_tokens)
-    refuse(f"{name}: ", {
-        f"its aggregation is {objective.aggregation!r}, but actor.loss_agg_mode is {loss_agg_mode!r}, by which verl "
-        f"adds entropy and KL: set actor.loss_agg_mode={objective.aggregation}":
-            loss_agg_mode != objective.aggregation,
-        f"seq-mean-token-sum-norm divides by a constant number of tokens, {objective.norm_length} in the row: set "
-        "actor.loss_scale_factor": objective.norm_length is not None and not config.loss_scale_factor,
-        "it reads the sampler's log-probabilities, but the batch has no rollout_log_probs: set "
-        "rollout.calculate_log_probs=True": "mu" in read and "rollout_log_probs" not in data,
-        "it reads the sampler's log-probabilities, and verl's rollout_is_weights would count the gap between the "
-        "engines twice: set algorithm.rollout_correction.rollout_is=null":
-            "mu" in read and rollout_is_weights is not None,
-        "it has a KL to the reference, but the batch has no ref_log_prob: set actor.use_kl_loss=True":
-            "ref" in read and "ref_log_prob" not in data,
-        "it has a KL to the reference, and verl would add its own: set actor.kl_loss_coef=0":
-            "ref" in read and config.use_kl_loss and config.kl_loss_coef,
-        "it needs the sampler's top K tokens, which verl does not record: choose megarl_dppo_tv or megarl_dppo_kl":
-            objective.needs_topk,
-        "it must know the whole mini-batch, but this is a part of one: set actor.ppo_micro_batch_size_per_gpu so that "
-        "one rank has the mini-batch in one micro-batch": objective.beforehand and is_part,
-        "verl hands a policy loss no entropies: set its entropy_coef to 0, and actor.entropy_coeff":
-            objective.entropy_coef,
-        **_no_advantage(objective),
-    })  # fmt: skip
+    is_part = num_tokens is not None and (info["dp_size"] > 1 or int(mask.sum()) < num_tokens)
+    reads_mu, reads_ref = "mu" in read, "ref" in read
+    problems = {
+        "aggregation": loss_agg_mode != objective.aggregation,
+        "norm_length": objective.norm_length is not None and not config.loss_scale_factor,
+        "no_mu": reads_mu and "rollout_log_probs" not in data,
+        "mu_twice": reads_mu and rollout_is_weights is not None,
+        "no_ref": reads_ref and "ref_log_prob" not in data,
+        "kl_twice": reads_ref and config.use_kl_loss and config.kl_loss_coef,
+        "topk": objective.needs_topk,
+        "beforehand": objective.beforehand and is_part,
+        "entropy": objective.entropy_coef,
+        "advantage": objective.advantage in _NEEDS_MORE,
+    }
+    refuse_by("verl", f"{name}: ", problems, row=objective, mode=loss_agg_mode)
     if objective.norm_length is not None:
         objective = replace(objective, norm_length=config.loss_scale_factor)
     columns = {
         "old_logprobs": old_log_prob,
-        "rollout_logprobs": _padded(data["rollout_log_probs"]) if "mu" in read else old_log_prob,
+        "rollout_logprobs": _padded(data["rollout_log_probs"]) if reads_mu else old_log_prob,
         "advantages": advantages if rollout_is_weights is None else advantages * rollout_is_weights,
-        "loss_mask": response_mask.bool(),
+        "loss_mask": mask.bool(),
     }
-    if "ref" in read:
+    if reads_ref:
         columns["ref_logprobs"] = _padded(data["ref_log_prob"])
     denominators = None  # those of this micro-batch, which is all
     if num_tokens is not None and not objective.beforehand:
         denominators = Denominators(int(num_tokens), int(info["global_batch_size"]))
-    loss, statistics = objective_loss(objective, TokenColumns.of_padded(log_prob, columns), denominators)
+    loss, statistics = objective_loss(objective, TokenColumns.of_padded(batch["log_prob"], columns), denominators)
     return loss * info.get("dp_size", 1), _metrics(statistics)
 
 
@@ -130,24 +115,14 @@ def advantage(
     token_level_rewards, response_mask: [N, r]. ConfigError, with the name, if the advantage needs more than rewards,
     and if the objective leaves responses out that are in the batch.
     """
-    refuse(f"{name}: ", _no_advantage(objective))
+    refuse_by("verl", f"{name}: ", {"advantage": objective.advantage in _NEEDS_MORE})
     rewards, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
     groups = np.unique(index, return_inverse=True)[1]
     if objective.selection != "all":
         trains = select_responses(objective, rewards, groups, lengths=lengths).to(lengths.device)
-        refuse(f"{name}: ", {
-            "it leaves out responses of groups without contrast, which verl's denominators count: set "
-            "algorithm.filter_groups.enable=True, so that they are sampled again": (~trains & (lengths > 0)).any()
-        })  # fmt: skip
+        refuse_by("verl", f"{name}: ", {"left_out": (~trains & (lengths > 0)).any()})
     values = advantages_of(objective, rewards, groups, lengths=lengths)[:, None] * response_mask
     return values, values
-
-
-def _no_advantage(objective: Objective) -> dict[str, object]:
-    return {
-        "verl hands an advantage one reward per token, and no reference or old log-probabilities or rewards of steps: "
-        "choose megarl_grpo with algorithm.use_kl_in_reward=True": objective.advantage in ("token_level_kl", "process")
-    }
 
 
 def _padded(column: Tensor) -> Tensor:
@@ -156,11 +131,8 @@ def _padded(column: Tensor) -> Tensor:
 
 def _metrics(statistics: Mapping[str, Stat]) -> dict[str, float]:
     """Return the same names for every micro-batch, 0 without observations: verl merges ranks by position."""
-    return {
-        f"actor/megarl/{name}{suffix and '_' + suffix}": stat.values().get(suffix, 0.0)
-        for name, stat in to_host(statistics).items()
-        for suffix in REPORTED.get(stat.kind, [])
-    }
+    stats = [(name, end, s) for name, s in to_host(statistics).items() for end in REPORTED.get(s.kind, [])]
+    return {f"actor/megarl/{name}{end and '_' + end}": stat.values().get(end, 0.0) for name, end, stat in stats}
 
 
 for _name, _objective in OBJECTIVES.items():

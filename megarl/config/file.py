@@ -16,8 +16,9 @@ from pydantic.fields import FieldInfo
 from megarl.config import Config
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
-from megarl.errors import ConfigError, DataError, did_you_mean
+from megarl.errors import ConfigError, DataError, did_you_mean, reason_of, reworded
 from megarl.files.foreign_json import require_regular
+from megarl.files.texts import refusal
 
 SAVED = "config.toml"
 """The resolved configuration in a run folder."""
@@ -53,10 +54,7 @@ def _require_place(table: Mapping[str, Any], folder: Path, overrides: Mapping[st
     inner = table.get("run")
     old_dir = inner.get("dir") if isinstance(inner, Mapping) else None
     if isinstance(old_dir, str) and "run.dir" not in overrides and Path(old_dir).resolve() != folder.resolve():
-        raise ConfigError(
-            f"{folder / SAVED}: run.dir is {old_dir}, another folder: the run was moved, or copied, or named from "
-            f"elsewhere; add --run.dir {folder}, and other paths where files have moved"
-        )
+        raise ConfigError(refusal("moved_run", file=folder / SAVED, old_dir=old_dir, folder=folder))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -67,8 +65,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise DataError(f"{path}: found {size} bytes, expected a configuration of at most {_MAX_BYTES}")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error  # an OSError names the file again
-        raise ConfigError(f"{path}: cannot be read as a configuration file: {reason}") from error
+        raise ConfigError(f"{path}: cannot be read as a configuration file: {reason_of(error)}") from error
     except DataError as error:
         raise ConfigError(str(error)) from error
     except (ValueError, RecursionError) as error:  # a number of too many digits among them
@@ -87,10 +84,8 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
             raise ConfigError(f"{source}: {dotted}: found a value where a table was expected, above this key")
         node[leaf] = value
     _check_values(merged, source)
-    try:
+    with reworded(ValidationError, ConfigError, f"{source}: ", tell=lambda error: _one_line(error, merged)):
         config = Config.model_validate(merged)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {_one_line(error, merged)}") from error
     if config.run.dir is None:  # resolved, so that the saved file has the run's place
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(config.run_dir)})})
     return config
@@ -106,9 +101,8 @@ def _check_values(value: Any, source: str, dotted: str = "") -> None:
         for inner in value:
             _check_values(inner, source, dotted)
     elif isinstance(value, int) and abs(value) >= 1 << 63:
-        raise ConfigError(
-            f"{source}: {dotted}: found an integer of {value.bit_length()} bits, expected at most 63; lower it"
-        )
+        problem = f"found an integer of {value.bit_length()} bits, expected at most 63; lower it"
+        raise ConfigError(f"{source}: {dotted}: {problem}")
     elif isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{source}: {dotted}: found {value!r}, expected text without NUL characters; remove them")
 
@@ -218,17 +212,15 @@ def _typed(key: str, text: str) -> Any:
     annotation = annotation_of(key)
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
-    origins = {get_origin(option) for option in (annotation, *get_args(annotation))}
-    if annotation is Any or origins & {list, dict}:
+    if annotation is Any or {get_origin(option) for option in (annotation, *get_args(annotation))} & {list, dict}:
         with suppress(ValueError, RecursionError):  # a string need not have quotation marks
             return tomllib.loads(f"value = {text}")["value"]
         return text
     if text == "none" and NoneType in get_args(annotation):
         return None
-    try:
+    prefix = f"--{key}: found {text!r}, "
+    with reworded(ValidationError, ConfigError, prefix, tell=lambda error: error.errors()[0]["msg"].lower()):
         return TypeAdapter(annotation).validate_python(text)
-    except ValidationError as error:
-        raise ConfigError(f"--{key}: found {text!r}, {error.errors()[0]['msg'].lower()}") from error
 
 
 def as_flag(value: Any) -> str:

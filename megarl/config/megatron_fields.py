@@ -4,20 +4,16 @@ derived.toml (``DERIVED``) lists the fields that megarl sets itself. ``core/repl
 bypass replay. ``megatron/policy.py`` checks all other keys against the installed version.
 """
 
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megarl.config.tables import Tables
+from megarl.files.texts import read_table
 
 RELEASES = "0.12.3 to 0.19"
 """Of Megatron-Core, that megarl runs on."""
-DERIVED: Mapping[str, str] = {
-    field: key
-    for key, fields in tomllib.loads(Path(__file__).with_name("derived.toml").read_text("utf-8")).items()
-    for field in fields
-}
+_DERIVED = read_table(__file__, "derived.toml").items()
+DERIVED: Mapping[str, str] = {field: key for key, fields in _DERIVED for field in fields}
 """Megatron field set by megarl -> megarl key that decides the value."""
 
 
@@ -28,11 +24,7 @@ def gpu_defaults(config: Tables, *, on_gpu: bool, has_te: bool) -> Mapping[str, 
     exported after every update, so no pass could hide the gather. The fused router is never on: routes are observed.
     """
     gathers = config.parallel.distributed_optimizer and config.train.mini_batches > 1
-    decided = {
-        "overlap_grad_reduce": on_gpu,
-        "overlap_param_gather": on_gpu and gathers,
-        "gradient_accumulation_fusion": on_gpu and has_te,
-        "moe_permute_fusion": on_gpu and has_te,
-    }
+    decided = dict.fromkeys(("gradient_accumulation_fusion", "moe_permute_fusion"), on_gpu and has_te)
+    decided |= {"overlap_grad_reduce": on_gpu, "overlap_param_gather": on_gpu and gathers}
     wanted = decided | {name: value for name, value in config.megatron.items() if name in decided}
     return {name: True for name, value in wanted.items() if value}

@@ -6,14 +6,13 @@ The configuration is checked against the capabilities of the engine. A user's en
 
 import importlib
 import inspect
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megarl.errors import ConfigError, describe
+from megarl.errors import ConfigError, describe, reworded
+from megarl.files.texts import read_table, refusal
 
 
 def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
@@ -24,13 +23,9 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ConfigError(f"{key}: found {path!r}, expected {built_in}, or package.module:name")
-    try:
+    problem, advice = f"{key}: found {path!r}, but cannot import {module_name!r} (", refusal("no_module")
+    with reworded((Exception, SystemExit), ConfigError, problem, advice, describe):  # as users' code may
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(
-            f"{key}: found {path!r}, but cannot import {module_name!r} ({describe(error)}); put the module beside the "
-            "configuration file, or its folder on PYTHONPATH"
-        ) from error
     try:
         return getattr(module, name)
     except Exception:  # a module may have a __getattr__ of its own
@@ -42,9 +37,8 @@ def check_function(key: str, path: str, function: Any, parameters: str, other: s
     """Return a loaded function that can be called with ``parameters``, "a, b" or "*, a, b". ConfigError for any object
     that cannot; ``other`` names alternatives for the message."""
     if not callable(function):
-        raise ConfigError(
-            f"{key}: found {type(function).__name__} at {path!r}, expected {other}a function ({parameters})"
-        )
+        expected = f"expected {other}a function ({parameters})"
+        raise ConfigError(f"{key}: found {type(function).__name__} at {path!r}, {expected}")
     names = parameters.removeprefix("*, ").split(", ")
     words, keywords = ((), dict.fromkeys(names)) if parameters.startswith("*") else (names, {})
     try:
@@ -52,10 +46,8 @@ def check_function(key: str, path: str, function: Any, parameters: str, other: s
     except ValueError:  # some built-ins have no signature
         pass
     except TypeError as error:
-        raise ConfigError(
-            f"{key}: the function {path!r} has the parameters {inspect.signature(function)} ({error}), expected "
-            f"({parameters})"
-        ) from None
+        misfit = f"{inspect.signature(function)} ({error}), expected ({parameters})"
+        raise ConfigError(f"{key}: the function {path!r} has the parameters {misfit}") from None
     return function
 
 
@@ -88,7 +80,7 @@ class EngineKind:
     """Its sessions can ``pause``, and its requests go on with a part of a response; rollout.max_staleness needs it."""
 
 
-_ENGINES = tomllib.loads(Path(__file__).with_name("engines.toml").read_text("utf-8"))
+_ENGINES = read_table(__file__, "engines.toml")
 ENGINES: Mapping[str, EngineKind] = MappingProxyType({name: EngineKind(**table) for name, table in _ENGINES.items()})
 """The engines that megarl brings."""
 

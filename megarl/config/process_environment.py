@@ -7,21 +7,21 @@ is a ConfigError. On a CPU, the variables have no effect.
 import os
 import re
 import tempfile
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from megarl.config.tables import Tables
 from megarl.config.trust import make_private
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, reworded
+from megarl.files.texts import read_table, refusal
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the settings of torch's GPU allocator; torch 2.9 and later read the first, which wins over the
 second."""
 LAUNCHER = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
 """Variables of torchrun, because of which a library in another process would take it for a rank."""
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = read_table(__file__)
 _DETERMINISTIC: Mapping[str, list[str]] = _TABLES["deterministic"]
 """Values that are deterministic; megarl's own is the first."""
 _CACHES: Mapping[str, str] = _TABLES["caches"]
@@ -37,10 +37,7 @@ def process_environment(config: Tables, environment: Mapping[str, str]) -> dict[
     if config.run.deterministic:
         for name, values in _DETERMINISTIC.items():
             if (value := environment.get(name, values[0])) not in values:
-                raise ConfigError(
-                    f"run.deterministic: found true with the environment variable {name}={value}, expected "
-                    f"{' or '.join(values)}; unset it, or set run.deterministic = false"
-                )
+                raise ConfigError(refusal("not_deterministic", name=name, value=value, values=" or ".join(values)))
             variables[name] = values[0]
     parallel = config.parallel
     if max(parallel.tp, parallel.cp) > 1:
@@ -92,13 +89,9 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """
     checked = dict[str, str]()
     for name in _CACHES.keys() & environment.keys():
-        try:
+        problem = f"environment variable {name}={environment[name]}: programs load code from there, and "
+        with reworded(OSError, ConfigError, problem, "; name a folder that only you can write, or unset it"):
             checked[name] = str(make_private(Path(environment[name])))
-        except OSError as error:
-            raise ConfigError(
-                f"environment variable {name}={environment[name]}: programs load code from there, and "
-                f"{error}; name a folder that only you can write, or unset it"
-            ) from None
     home, fallback = os.path.expanduser("~"), Path(tempfile.gettempdir()) / f"megarl-{os.geteuid()}"
     failures = list[str]()
     if not (missing := _CACHES.keys() - environment.keys()):
@@ -110,6 +103,5 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
                 return checked | {name: str(folder / _CACHES[name]) for name in missing}
             except OSError as error:
                 failures.append(str(error))
-    raise ConfigError(
-        f"found no folder that only you can write for compiled code: {'; '.join(failures)}. Set XDG_CACHE_HOME to one"
-    )
+    problem = f"found no folder that only you can write for compiled code: {'; '.join(failures)}"
+    raise ConfigError(f"{problem}. Set XDG_CACHE_HOME to one")

@@ -5,15 +5,15 @@ import grp
 import os
 import pwd
 import stat
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table, refusal
 
-_KEYS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_KEYS: dict[str, list[str]] = read_table(__file__)
 PLUGS = tuple(_KEYS["plugs"])
 """Keys that may name the user's own code, as "package.module:name"."""
 POWERS = tuple(_KEYS["powers"])
@@ -28,10 +28,7 @@ def require_trust(path: Path, table: Mapping[str, Any], overrides: Mapping[str, 
     if (reason := find_stranger(path)) is None:
         return True
     if powers := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe_power(table, key))]:
-        raise ConfigError(
-            f"{path} is not trusted: {reason}. It makes megarl run code or send data: {'; '.join(powers)}. Read it, "
-            "then pass --trust, or copy it into a folder that only you can write"
-        )
+        raise ConfigError(refusal("not_trusted", path=path, reason=reason, powers="; ".join(powers)))
     return False
 
 

@@ -24,6 +24,10 @@ class _Rewrite:
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
 
+    @property
+    def shard_bytes(self) -> int:
+        return int(self.shard_gib * 2**30)
+
 
 @command
 class Convert(_Rewrite):
@@ -45,13 +49,8 @@ class Convert(_Rewrite):
         from megarl.stand_ins.te import find_te
 
         os.environ.update(compile_caches(os.environ))
-        options = Options(
-            dtype=DTYPES[self.dtype],
-            layers=("te" if find_te()[0] else "local") if self.layers == "installed" else self.layers,
-            drop=self.drop,
-            overwrite=self.overwrite,
-            shard_bytes=int(self.shard_gib * 2**30),
-        )
+        layers = ("te" if find_te()[0] else "local") if self.layers == "installed" else self.layers
+        options = Options(DTYPES[self.dtype], layers, self.drop, overwrite=self.overwrite, shard_bytes=self.shard_bytes)
         convert(self.source, self.out, self.model, options)
 
 
@@ -67,5 +66,5 @@ class Quantize(_Rewrite):
         from megarl.convert.job import Options
         from megarl.convert.quantization import quantize
 
-        options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=int(self.shard_gib * 2**30))
+        options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=self.shard_bytes)
         quantize(self.source, self.out, options)

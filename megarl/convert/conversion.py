@@ -20,6 +20,7 @@ from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, P
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
 from megarl.files.hf_config import family_entry
+from megarl.files.texts import refusal
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
@@ -67,10 +68,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     source = megatron_files.torch_dist_folder(source)
     model = model or source / HF_FOLDER
     if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"{model} holds no config.json, and a Megatron checkpoint does not say which model it holds: give --model, "
-            "a folder with the Hugging Face config and tokenizer"
-        )
+        raise ConfigError(refusal("no_config_of_megatron", model=model))
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
@@ -82,12 +80,8 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     lengths = [count * dtype.itemsize for count, dtype in zip(num_values, dtypes, strict=True)]
     shards = pack_shards(pieces, lengths, options.shard_bytes)
     job = ConversionJob(out, source, model, options)
-    job.write_shards(
-        shards,
-        sum(lengths),
-        encode=lambda piece: dict(hf_tensors(piece, megatron, options)),
-        finish=lambda: copy_model_files(model, job.folder, config_dtype),
-    )
+    copy = partial(copy_model_files, model, job.folder, config_dtype)
+    job.write_shards(shards, sum(lengths), lambda piece: dict(hf_tensors(piece, megatron, options)), copy)
     with HFCheckpoint(job.folder) as hf:
         check_tensors(hf, hf_shapes(shape))
         job.verify(shards, lambda piece: _changed_parameter(piece, hf, megatron, options))
@@ -99,9 +93,8 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
 def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
-        raise CheckpointError(
-            f"{hf.path}: {some(piece.hf)} are one parameter, but have dtypes {dtypes}; ask for --dtype"
-        )
+        problem = f"{some(piece.hf)} are one parameter, but have dtypes {dtypes}; ask for --dtype"
+        raise CheckpointError(f"{hf.path}: {problem}")
     (dtype,) = dtypes
 
     def make(first: int, rows: int) -> torch.Tensor:
@@ -109,11 +102,8 @@ def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, optio
         return LAYOUTS[piece.rule.layout].cut(tensors, 0, 1, shape)[first : first + rows]
 
     parts = keys.parts(piece, shape)
-    ends = accumulate((rows for _, (rows, *_) in parts), initial=0)
-    return [
-        Chunk(place, inner, dtype, partial(make, first, inner[0]))
-        for first, (place, inner) in zip(ends, parts, strict=False)
-    ]
+    pairs = zip(accumulate((rows for _, (rows, *_) in parts), initial=0), parts, strict=False)
+    return [Chunk(place, inner, dtype, partial(make, first, inner[0])) for first, (place, inner) in pairs]
 
 
 def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from megarl.core.fp8 import BLOCK
 from megarl.errors import CheckpointError, MegarlError, some
 from megarl.files import outputs
+from megarl.files.texts import refusal
 from megarl.files.writing import describe_write_error, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.folders import read_manifest
@@ -115,10 +116,8 @@ class ConversionJob:
         except MegarlError:
             raise
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors
-            reason = describe_write_error(error, self.folder)
-            raise CheckpointError(
-                f"{self.folder} cannot be written ({reason}); {self.out} is as it was. Run the same command again"
-            ) from error
+            facts = {"folder": self.folder, "reason": describe_write_error(error, self.folder), "out": self.out}
+            raise CheckpointError(refusal("conversion_unwritten", **facts)) from error
 
     def write_shards(
         self,
@@ -145,10 +144,7 @@ class ConversionJob:
     def verify(self, units: Sequence[Sequence[T]], changed: Callable[[T], list[str]]) -> None:
         """Raise CheckpointError if ``changed(piece)`` returns names."""
         if names := [name for unit in shown("verifying", units) for piece in unit for name in changed(piece)]:
-            raise CheckpointError(
-                f"{some(names)} came out different from the source; nothing was put in place. Run the command "
-                "again. If it repeats, disk or memory is damaged, the source changes, or the map is wrong"
-            )
+            raise CheckpointError(refusal("conversion_differs", names=some(names)))
 
     def publish(self, **manifest: Any) -> dict[str, Any]:
         """Rename the folder to ``out``, with ``manifest`` and the SHA-256 of its files of weights; return both."""

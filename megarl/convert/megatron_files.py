@@ -165,11 +165,8 @@ class MegatronCheckpoint:
         self._stored = self._reader.tensors
         self._check_model()
         pieces = list(chain(*units_of(shape)))
-        schemes = [
-            (keys, {place.key for piece in pieces for place, _ in keys.parts(piece, shape)})
-            for keys in Keys.all_of(shape)
-        ]
-        self.keys, expected = min(schemes, key=lambda scheme: len(scheme[1] - self._stored.keys()))
+        names = {k: {place.key for piece in pieces for place, _ in k.parts(piece, shape)} for k in Keys.all_of(shape)}
+        self.keys, expected = min(names.items(), key=lambda scheme: len(scheme[1] - self._stored.keys()))
         unexpected = [key for key in self._stored if key not in expected and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(unexpected, pattern)})
         faults = {"missing": list(expected - {*self._stored}), "unknown": list({*unexpected} - {*self.dropped})}

@@ -25,6 +25,7 @@ from megarl.convert.job import ConversionJob, Options, require_unchanged, same_b
 from megarl.core.fp8 import SCALE, fp8_config, grid_of, is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError, NumericsError, some
 from megarl.files.hf_config import find_quantization
+from megarl.files.texts import refusal
 from megarl.models.hf_files import HFCheckpoint, copy_model_files, pack_shards
 from megarl.models.hf_folder import read_json
 
@@ -61,10 +62,7 @@ def select_tensors(
     for name in modules:
         pattern = re.compile(name)
         if confused := [module for module in converted if pattern.match(module) or name in module]:
-            raise ConfigError(
-                f"{name} stays in high precision, and its name would make engines take {some(confused)} for such a "
-                "module too: rename one in the checkpoint"
-            )
+            raise ConfigError(refusal("confused_modules", name=name, confused=some(confused)))
     return quantized, fp8_config(modules, block)
 
 
@@ -75,10 +73,8 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     NumericsError for a value that is not finite; ``out`` is then unchanged.
     """
     if (table := find_quantization(read_json(source / "config.json"))) is not None:
-        raise ConfigError(
-            f"{source} is quantised already ({table.get('quant_method')!r}, blocks {table.get('weight_block_size')}), "
-            "expected a model in high precision: quantising twice adds errors"
-        )
+        facts = {"source": source, "method": table.get("quant_method"), "blocks": table.get("weight_block_size")}
+        raise ConfigError(refusal("quantised_twice", **facts))
     hf = HFCheckpoint(source)
     require_unchanged(source)
     tensors = {name: torch.empty(hf.shape(name), dtype=hf.dtype(name), device="meta") for name in hf.names()}
@@ -89,10 +85,7 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     def encode(name: str) -> dict[str, torch.Tensor]:
         content = hf.read(name)
         if content.is_floating_point() and not (finite := content.isfinite()).all():
-            raise NumericsError(
-                f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is "
-                "not worth quantising, and nothing was put in place"
-            )
+            raise NumericsError(refusal("not_finite", name=name, bad=int((~finite).sum()), num=content.numel()))
         if name not in quantized:
             return {name: content.contiguous()}
         return dict(zip((name, name + SCALE), quantize_fp8(content, options.block), strict=True))
@@ -108,10 +101,8 @@ def quantize(source: Path, out: Path, options: Options) -> None:
         job.verify(shards, find_changed)
     job.publish(to="fp8", block=options.block)
     before, (rows, columns) = sum(tensor.nbytes for tensor in tensors.values()), options.block
-    print(
-        f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns}; "
-        f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified"
-    )
+    print(f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns};", end=" ")
+    print(f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified")
 
 
 def _num_bytes(tensor: torch.Tensor, block: tuple[int, int]) -> int:

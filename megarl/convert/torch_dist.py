@@ -75,9 +75,8 @@ def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states:
     for chunk in chunks:
         bounds = chunk.bounds()
         data = TensorWriteData(bounds, dcp.TensorProperties(dtype=chunk.dtype), chunk.global_size())
-        items.append(
-            WriteItem(dcp.MetadataIndex(chunk.place.key, bounds.offsets), WriteItemType.SHARD, tensor_data=data)
-        )
+        index = dcp.MetadataIndex(chunk.place.key, bounds.offsets)
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     by_index = dict(zip((item.index for item in items), chunks, strict=True))
     items += [WriteItem(dcp.MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))

@@ -21,10 +21,10 @@ from megarl.core.advantages.groups import Values
 from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand
 from megarl.core.types import REPLAYED, Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
+from megarl.files.texts import refusal
 
-TOKEN_COLUMNS = tuple(
-    field.name for field in fields(TrainBatch) if field.name not in ("cu_seqlens", "kept_ids", "kept_offsets")
-)
+_BY_SEQUENCE_OR_ID = ("cu_seqlens", "kept_ids", "kept_offsets")
+TOKEN_COLUMNS = tuple(field.name for field in fields(TrainBatch) if field.name not in _BY_SEQUENCE_OR_ID)
 """The fields of TrainBatch with one entry per token."""
 
 
@@ -39,10 +39,7 @@ def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> lis
     _check_lengths(lengths, min_bins)
     for sequence, length in enumerate(lengths):
         if length > max_tokens:
-            raise ValueError(
-                f"sequence {sequence} has {length} tokens, more than the {max_tokens} of a micro-batch: "
-                f"raise the tokens per micro-batch, or limit prompt and response length"
-            )
+            raise ValueError(refusal("long_sequence", sequence=sequence, length=length, most=max_tokens))
     if not lengths:
         return []
     first_fit: list[list[int]] = []
@@ -173,10 +170,7 @@ def _check_lengths(lengths: Sequence[int], num_bins: int) -> None:
         if length < 1:
             raise ValueError(f"sequence {sequence} has {length} tokens, expected at least 1")
     if num_bins < 1 or (num_bins > len(lengths) and lengths):
-        raise ValueError(
-            f"{len(lengths)} sequences do not fill {num_bins} micro-batches: use fewer data-parallel ranks or "
-            f"mini-batches, or sample more responses"
-        )
+        raise ValueError(refusal("few_sequences", num=len(lengths), bins=num_bins))
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -202,8 +196,7 @@ def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> lis
     while len(bins) < num_bins:
         fullest = max((members for members in bins if len(members) > 1), key=lambda m: sum(lengths[i] for i in m))
         bins.remove(fullest)
-        halves = partition_into([lengths[i] for i in fullest], 2)
-        bins += [[fullest[i] for i in half] for half in halves]
+        bins += [[fullest[i] for i in half] for half in partition_into([lengths[i] for i in fullest], 2)]
     return sorted(bins)
 
 
@@ -240,18 +233,13 @@ def _check_shapes(rollout: Rollout) -> None:
 def _check_values(rollouts: Sequence[Rollout], loss_mask: np.ndarray, logprobs: np.ndarray, bounds: np.ndarray) -> None:
     """Check the columns [T] of all rollouts at once, because a call for each costs more than its few tokens."""
     if (first := loss_mask[bounds[:-1]]).any():
-        raise RolloutError(
-            f"{rollouts[int(first.argmax())].label}: its first token is marked as generated, but nothing before it "
-            "predicts it; prompts must not be empty"
-        )
+        raise RolloutError(refusal("no_prompt", label=rollouts[int(first.argmax())].label))
     wrong = loss_mask & ~(logprobs <= LOGPROB_TOLERANCE)  # NaN too
     if wrong.any():
         token = int(wrong.argmax())
         sequence = int(np.searchsorted(bounds, token, "right")) - 1
-        raise NumericsError(
-            f"{rollouts[sequence].label}: rollout_logprobs is {logprobs[token]:g} at token {token - bounds[sequence]}"
-            ", expected a log-probability, which is at most 0: these may be raw logits, or probabilities"
-        )
+        facts = {"label": rollouts[sequence].label, "value": logprobs[token], "token": token - bounds[sequence]}
+        raise NumericsError(refusal("not_a_logprob", **facts))
     for rollout in rollouts:
         check_kept(rollout)
 
@@ -264,24 +252,18 @@ def check_kept(rollout: Rollout) -> None:
     label = rollout.label
     shapes = [None if values is None else list(values.shape) for values in (counts, ids)]
     if counts is None or ids is None or shapes != [[rollout.num_tokens], [int(counts.sum())]] or counts.min() < 0:
-        raise RolloutError(
-            f"{label}: kept_counts and kept_ids are {shapes[0]} and {shapes[1]}, expected [{rollout.num_tokens}] "
-            "counts, and as many ids as they sum up to"
-        )
+        facts = {"label": label, "counts": shapes[0], "ids": shapes[1], "tokens": rollout.num_tokens}
+        raise RolloutError(refusal("kept_shapes", **facts))
     owner = np.repeat(np.arange(rollout.num_tokens), counts)
     num_hits = np.bincount(owner[ids == rollout.tokens[owner]], minlength=rollout.num_tokens)
     wrong = num_hits != np.where(rollout.loss_mask, 1, counts > 0)
     if wrong.any():
         token = int(wrong.argmax())
-        raise RolloutError(
-            f"{label}: the {counts[token]} ids that token {token} was drawn from hold it {num_hits[token]} times, "
-            "expected once: the engine has recorded the sets of other tokens"
-        )
+        facts = {"num": counts[token], "hits": num_hits[token]}
+        raise RolloutError(refusal("kept_of_other_tokens", label=label, token=token, **facts))
     rows = owner * (1 << 32) + ids
     if (np.diff(rows) <= 0).any() and len(np.unique(rows)) < len(rows):  # ascending ids are distinct without a search
-        raise RolloutError(
-            f"{label}: an id is twice in the set of a token; the softmax over the set would count it twice"
-        )
+        raise RolloutError(refusal("kept_twice", label=label))
 
 
 def pack_kept(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:

@@ -4,10 +4,10 @@ They are plain data, with the reasons in replay_blockers.toml, so replay, a conf
 without Megatron, torch or pydantic.
 """
 
-import tomllib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from megarl.files.texts import read_table
 
 
 def _names(value: Any) -> list[str]:
@@ -54,7 +54,7 @@ _TESTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "cuda_graph_impl": _captures_router,
 }
 """Of the settings that bypass the hook with some values only."""
-_REASONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_REASONS = read_table(__file__)
 assert _TESTS.keys() <= _REASONS.keys(), "replay_blockers.toml has no entry for a setting of _TESTS"
 REPLAY_BLOCKERS = tuple(ReplayBlocker(*entry) for entry in _REASONS.items())
 """Every such setting of megatron-core 0.12 to 0.19."""

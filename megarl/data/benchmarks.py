@@ -6,7 +6,6 @@ transformers is imported when prompts are loaded, so that a wrong name is report
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.core.choices.stopping import POSITIVE
-from megarl.data.refusals import refusal
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table, refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,8 +48,7 @@ class Benchmark:
     """A response is correct if the reward is above the threshold."""
 
 
-_BENCHMARKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-BENCHMARKS = {name: Benchmark(name, **table) for name, table in _BENCHMARKS.items()}
+BENCHMARKS = {name: Benchmark(name, **table) for name, table in read_table(__file__).items()}
 """By short name."""
 
 
@@ -82,9 +80,8 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     for index, benchmark in enumerate(benchmarks):
         if benchmark.name in names[:index]:
             raise ConfigError(refusal("benchmark_twice", name=benchmark.name, source=benchmark.source))
-    return tuple(
-        benchmarks if template is None else (replace(benchmark, template=template) for benchmark in benchmarks)
-    )
+    changes = {} if template is None else {"template": template}
+    return tuple(replace(benchmark, **changes) for benchmark in benchmarks)
 
 
 def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
@@ -109,9 +106,8 @@ def _read_word(word: str, config: Config) -> Benchmark:
         facts = {"names": ", ".join(BENCHMARKS), "files": ", ".join(FILES)}
         raise ConfigError(refusal("benchmark_source", source=source, **facts))
     if name in BENCHMARKS:
-        return replace(
-            BENCHMARKS[name], source=source, split=None if is_file or path.is_dir() else BENCHMARKS[name].split
-        )
+        split = None if is_file or path.is_dir() else BENCHMARKS[name].split
+        return replace(BENCHMARKS[name], source=source, split=split)
     # The stem of a file, or the whole hub name.
     derived = path.stem if is_file else path.name if path.is_dir() else source
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "--", derived).lstrip(".-")

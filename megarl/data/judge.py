@@ -33,10 +33,10 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.process_environment import LAUNCHER
 from megarl.config.tables.data import RewardModelConfig
-from megarl.data.refusals import refusal
 from megarl.data.rewards import BUILT_IN_REWARDS, Verdict, describe_failure, read_verdict
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, reworded
 from megarl.files.bounded_process import limit_memory, lower_limit
+from megarl.files.texts import refusal
 
 START_S = 120.0
 """Time limit for the start of a worker, including the import of the reward function's module."""
@@ -165,10 +165,8 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
             self._busy[pool] = None
             is_sound = True
             try:
-                try:
+                with reworded(RuntimeError, BrokenProcessPool):
                     self._busy[pool] = future = pool.schedule(work, args=arguments, timeout=self._longest_s)
-                except RuntimeError as error:
-                    raise BrokenProcessPool(str(error)) from error
                 return await self._wait_for(future)
             except BrokenProcessPool:  # the process died before it confirmed the call: try another process
                 is_sound = False
@@ -187,11 +185,9 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
         except ProcessExpired as error:
             if error.pid is not None:
                 kill_group(error.pid)  # child processes of the call may be alive
-            status = error.exitcode
+            status, crashed = error.exitcode, -error.exitcode in _CRASHES
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            crashed = -status in _CRASHES
-            reason = f"the worker died in this call, {how}"
-            is_foreign = status < 0 and not crashed
+            reason, is_foreign = f"the worker died in this call, {how}", status < 0 and not crashed
             return Verdict(None, error=reason, may_pass=is_foreign, timed_out=self._is_checked and crashed)
         except TimeoutError:
             if guard.expired():

@@ -20,10 +20,10 @@ from transformers.utils import chat_template_utils
 from megarl.config import Config
 from megarl.config.tables.data import DataConfig
 from megarl.data.records import Record, get_field, read_records, type_name
-from megarl.data.refusals import refusal
 from megarl.data.tokenizer import count_rows, tokenize
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, reworded
 from megarl.files.bounded_process import BoundedProcess
+from megarl.files.texts import refusal
 
 _MOST_MARK_TOKENS = 32
 """Tokens at the end of a prompt in which a mark of the response is looked for."""
@@ -79,10 +79,8 @@ def load_prompts(
 
     rows = [read(place, record) for place, record in read_records(data.train, split=data.split, limit=limit)]
     encoded = reader.encode([text for text, _ in rows], data.max_prompt_tokens)
-    return [
-        Prompt(index, np.array(tokens, np.int32), text.text, answer, text.place)
-        for index, ((text, answer), tokens) in enumerate(zip(rows, encoded, strict=True))
-    ]
+    columns = enumerate(zip(rows, (np.array(tokens, np.int32) for tokens in encoded), strict=True))
+    return [Prompt(index, ids, text.text, answer, text.place) for index, ((text, answer), ids) in columns]
 
 
 def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> list[Demonstration]:
@@ -277,9 +275,8 @@ class PromptReader:
         for index, text in enumerate(texts):
             if self.num_rows is not None and (largest := max(tokens[index], default=0)) >= self.num_rows:
                 facts = {"token": self._tokenizer.convert_ids_to_tokens(largest), "number": largest}
-                raise DataError(
-                    refusal("token_without_row", place=text.place, label=label, rows=self.num_rows, **facts)
-                )
+                facts |= {"place": text.place, "label": label, "rows": self.num_rows}
+                raise DataError(refusal("token_without_row", **facts))
             check(text, tokens[index])
         return [tokens[index] for index in range(len(texts))]
 
@@ -340,10 +337,8 @@ class ChatTemplate:
         return self._process.call("render", messages, {"tools": tools} if tools else {})
 
     def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
-        try:
+        with reworded(DataError, DataError, f"{place}: the chat template refuses these messages (", ")"):
             return self._process.call("render", [dict(message) for message in messages])
-        except DataError as error:
-            raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
 
     def _render(self, chat: list[dict[str, Any]], more: Mapping[str, Any] = {}) -> str:
         """Return the template's text; runs in the bounded process. ValueError for a text that is too long."""
@@ -373,10 +368,8 @@ class ChatTemplate:
         return re.compile("|".join([*map(re.escape, marks), *patterns]) or r"(?!)", re.DOTALL)
 
     def _check_arguments(self) -> None:
-        try:
+        with reworded(DataError, ConfigError, "data.chat_template_args: the chat template cannot be read (", ")"):
             variables = self._process.call("find_variables")
-        except DataError as error:
-            raise ConfigError(f"data.chat_template_args: the chat template cannot be read ({error})") from error
         if unknown := [name for name in self._arguments if name not in variables]:
             readable = ", ".join(sorted(variables)) or "none"
             raise ConfigError(refusal("unread_argument", argument=unknown[0], variables=readable))

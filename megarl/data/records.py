@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
-from megarl.data.refusals import refusal
 from megarl.errors import ConfigError, DataError, describe
 from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, require_regular
 from megarl.files.outputs import write_output
+from megarl.files.texts import refusal
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
 
@@ -60,8 +60,7 @@ def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
 
     ConfigError if the file exists and is not as megarl wrote the file.
     """
-    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    write_output(path, "".join(lines).encode())
+    write_output(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode())
 
 
 def get_field(record: Record, field: str, place: str) -> Any:

@@ -13,15 +13,16 @@ import os
 import random
 import re
 import uuid
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import aiohttp
 from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
-from megarl.data.refusals import refusal
 from megarl.errors import ConfigError, RolloutError
 from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body
+from megarl.files.texts import refusal
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 """Longest wait before the second attempt, which doubles with each attempt; and the longest wait of all."""
@@ -30,15 +31,11 @@ MAX_BYTES = 1 << 20
 """Size of an answer."""
 
 
-class _Meta(BaseModel):
-    id: str | None = None
-
-
 class _Scores(BaseModel):
     """The answer of ``/classify`` for a text."""
 
     embedding: list[float | None]
-    meta_info: _Meta = _Meta()
+    meta_info: dict[str, Any] = {}
 
 
 _ANSWER = TypeAdapter(list[_Scores])
@@ -108,7 +105,7 @@ class RewardModel:
             is_final = 400 <= status < 500 and status not in (408, 429)
             raise RolloutError(f"reward model: {url}: {answer}") if is_final else ValueError(answer)
         rows = check_types(_ANSWER, parse_json(data, place, MAX_BYTES), place)
-        if len(rows) != 1 or rows[0].meta_info.id not in (None, rid):
+        if len(rows) != 1 or rows[0].meta_info.get("id") not in (None, rid):
             raise ValueError("an answer to another request")
         if len(scores := rows[0].embedding) != 1:
             raise ConfigError(f"reward_model.urls: {place} gave {len(scores)} scores for a text, expected one")

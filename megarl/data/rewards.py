@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.data.refusals import refusal
 from megarl.errors import describe_call, may_pass
+from megarl.files.texts import refusal
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -160,7 +160,4 @@ def math_strict(*, prompt: str, response: str, answer: str) -> float:
     return float(is_right(_read_strict_answer(answer), response))
 
 
-BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {
-    "exact_match": exact_match,
-    "math_strict": math_strict,
-}
+BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact_match": exact_match, "math_strict": math_strict}

@@ -7,43 +7,30 @@ correct behaviour. The task shows that the RL loop works, not that RL teaches a 
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from megarl.data.records import write_jsonl
-from megarl.data.refusals import refusal
 from megarl.errors import DataError
+from megarl.files.texts import read_table, refusal
 
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
 """The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""
 PAD_ID, EOS_ID = 0, 1
+_SIZES: dict[str, dict[str, tuple[str, Any]]] = read_table(__file__)
+"""Name -> (Hugging Face's name, default), of all families and of experts."""
 Family = Literal["qwen3_moe", "qwen3", "qwen2", "llama"]
 
 
-def write_tiny_model(
-    path: str | Path,
-    *,
-    seed: int = 0,
-    hidden_size: int = 128,
-    num_layers: int = 3,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    num_experts: int = 32,
-    top_k: int = 2,
-    expert_width: int = 64,
-    dense_layers: Sequence[int] = (),
-    max_positions: int = 512,
-    initializer_range: float = 0.02,
-    family: Family = "qwen3_moe",
-) -> Path:
+def write_tiny_model(path: str | Path, *, seed: int = 0, family: Family = "qwen3_moe", **sizes: Any) -> Path:
     """Write a randomly initialised fp32 model and its character tokenizer in Hugging Face format.
 
     The folder (config, safetensors with one tensor per expert, tokenizer) appears complete or not at all. The same seed
-    gives the same weights, and torch's global generator does not change. dense_layers: layers with a plain MLP instead
-    of experts; all layers in a dense family. DataError if ``path`` is not empty.
+    gives the same weights, and torch's global generator does not change. sizes: others than those of tiny.toml;
+    ``dense_layers`` have a plain MLP instead of experts. DataError if ``path`` is not empty, TypeError for an unknown
+    size.
     """
     target = Path(path)
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
@@ -53,26 +40,14 @@ def write_tiny_model(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    experts = {
-        "num_experts": num_experts,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": expert_width,
-        "mlp_only_layers": list(dense_layers),
-        "norm_topk_prob": True,
-    }
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "head_dim": hidden_size // num_heads}
-    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
-    tokens = {"vocab_size": len(CHARACTERS) + 2, "pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
-    config = AutoConfig.for_model(
-        family,
-        **(experts if family == "qwen3_moe" else {}),
-        **(sizes | heads | tokens),
-        num_hidden_layers=num_layers,
-        tie_word_embeddings=False,
-        max_position_embeddings=max_positions,
-        initializer_range=initializer_range,
-        dtype="float32",
-    )
+    if unknown := sizes.keys() - _SIZES["all"].keys() - _SIZES["experts"].keys():
+        raise TypeError(f"found the sizes {unknown}, expected those of {[*_SIZES['all'], *_SIZES['experts']]}")
+    rows = _SIZES["all"] | (_SIZES["experts"] if family == "qwen3_moe" else {})
+    values = {hf: sizes.get(name, default) for name, (hf, default) in rows.items()}
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    values |= {"intermediate_size": 2 * hidden, "head_dim": hidden // heads, "vocab_size": len(CHARACTERS) + 2}
+    tokens = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
+    config = AutoConfig.for_model(family, **values, **tokens, tie_word_embeddings=False, dtype="float32")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True) as made:
         with torch.random.fork_rng(devices=[]):
@@ -81,10 +56,10 @@ def write_tiny_model(
             # A random model samples the pad token too. transformers sets the pad embedding to zero, where the gradient
             # of a norm is 1 / sqrt(eps), a thousand times larger. After clipping, only this row would be updated.
             with torch.no_grad():
-                model.get_input_embeddings().weight[PAD_ID].normal_(0.0, initializer_range)
+                model.get_input_embeddings().weight[PAD_ID].normal_(0.0, values["initializer_range"])
         logging.disable_progress_bar()  # for a single small file
         model.save_pretrained(made)
-        _save_tokenizer(made, max_positions)
+        _save_tokenizer(made, values["max_position_embeddings"])
         os.chmod(made, 0o755)  # a temporary folder is private
         os.replace(made, target)  # replaces an empty folder in a single step
     return target

@@ -16,23 +16,18 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.config.tables.model import ModelConfig
-from megarl.data.refusals import refusal
-from megarl.errors import ConfigError, DataError, describe
+from megarl.errors import ConfigError, DataError, describe, reworded
 from megarl.files.foreign_json import read_object
+from megarl.files.texts import read_table, refusal
 from megarl.files.writing import find_tokenizer_code, read_record
 
 _BATCH = 1024
 INCOMPLETE = "\ufffd"
 """A decoder's text for bytes of an incomplete character."""
-_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("config.json", "generation_config.json"),
-)
+_TABLES = read_table(__file__)
+_FILES: list[str] = _TABLES["files"]
 """Files that transformers reads without a limit of size or depth."""
-_PROBE = (
-    "The quick brown fox, don't stop: 0123456789 3.14\n\n\tdef f(a):\n        return a[0] != {'k': 1}  # yes\n"
-    "Größe ÇA Привет мир Ελλάδα مرحبا עברית नमस्ते 你好,世界 日本語 한국어 🙂👍🏽 \\frac{1}{2} $x^2$ #### <tag>\n"
-)
+_PROBE: str = _TABLES["probe"]
 """Typical text of a policy: words, numbers, code, LaTeX, white space, several scripts."""
 
 
@@ -53,10 +48,8 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
     folder = Path(folder)
     for name in _FILES:
         if os.path.lexists(folder / name):
-            try:
+            with reworded(DataError, ConfigError, f"{key}: ", "; download it again"):
                 read_object(folder / name)
-            except DataError as error:
-                raise ConfigError(f"{key}: {error}; download it again") from error
     code = find_tokenizer_code(folder)
     advice = f"; its tokenizer is code of its own, {code}: read it, then pass --trust" if code and not trust else ""
     has_file = (folder / "tokenizer.json").is_file()
@@ -107,14 +100,12 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: 
 
 def _find_differences(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
     """Yield the differences between a tokenizer and the files of its folder."""
-    config, data, legacy = (
-        read_record(folder / name) for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json")
-    )
-    stated: dict[str, list[tuple[int, Mapping[str, Any]]]] = {
-        "tokenizer_config.json": [(int(id), token) for id, token in (config.get("added_tokens_decoder") or {}).items()],
-        "tokenizer.json": [(token["id"], token) for token in data.get("added_tokens") or ()],
-        "added_tokens.json": [(id, {"content": content}) for content, id in legacy.items()],
-    }
+    names = ("tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+    config, data, legacy = (read_record(folder / name) for name in names)
+    decoder: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
+    of_config = [(int(id), token) for id, token in decoder.items()]
+    of_data = [(token["id"], token) for token in data.get("added_tokens") or ()]
+    stated = dict(zip(names, (of_config, of_data, [(id, {"content": t}) for t, id in legacy.items()]), strict=True))
     special = dict.fromkeys(map(str, tokenizer.all_special_tokens))
     for file, entries in stated.items():
         stated_ids: dict[str, list[int]] = {}

@@ -6,4 +6,5 @@ foreign_json     open regular files only; parse JSON with limits; read the body 
 pickles          the pickles in checkpoints, read without running code
 bounded_process  run functions in a forked process with limits
 shipped          folders that a wheel carries
+texts            tables of TOML beside modules, and the texts of refusals
 """

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from megarl.errors import DataError
+from megarl.errors import DataError, reason_of, reworded
 
 if TYPE_CHECKING:
     import aiohttp
@@ -126,13 +126,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file. DataError for a larger file, and for an unreadable file."""
-    try:
-        with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > max_bytes:
-                raise DataError(f"{path} has {size} bytes, expected at most {max_bytes}")
-            return file.read(max_bytes)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
+    with reworded(OSError, DataError, f"{path} cannot be read (", ")", reason_of), open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise DataError(f"{path} has {size} bytes, expected at most {max_bytes}")
+        return file.read(max_bytes)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -8,21 +8,21 @@ from __future__ import annotations
 import fnmatch
 import re
 import reprlib
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, DataError
+from megarl.files.texts import read_table, refusal
 
-_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_TABLES = read_table(__file__, "families.toml")
 COMMON: Mapping[str, Any] = _TABLES["common"]
 FAMILIES: Mapping[str, Mapping[str, Any]] = _TABLES["families"]
 ROPE: Mapping[str, Any] = _TABLES["rope"]
+RENAMED: Mapping[str, Mapping[str, str]] = _TABLES["renamed"]
 LACKING: Mapping[str, str] = _TABLES["lacking"]
 """Unsupported model types -> the feature that megarl lacks."""
-_MAPS = tomllib.loads(Path(__file__).with_name("layer_maps.toml").read_text(encoding="utf-8"))
+_MAPS = read_table(__file__, "layer_maps.toml")
 LAYER_MAPS: Mapping[str, Mapping[str, Any]] = _MAPS["types"]
 """Model types of which only the MoE layers are read, and their keys."""
 _FEATURES = {name: re.compile(rf"(?:^|[_.])(?:{words})", re.IGNORECASE) for name, words in _TABLES["features"].items()}
@@ -61,10 +61,9 @@ class HFConfig:
             if key in values and (values[key] != values[alias] or type(values[key]) is not type(values[alias])):
                 raise ConfigError(f"{alias} is {values[alias]!r} and {key} {values[key]!r}, expected one value")
         self._labels = {key: prefix + alias for alias, key in aliases.items()}
-        self.optional, self.derived, self._harmless, sizes, stated = (
-            {key for table in tables for key in table.get(section, ())}
-            for section in ("optional", "derived", "harmless", "sizes", "stated")
-        )
+        sections = ("optional", "derived", "harmless", "sizes", "stated")
+        keys = ({key for table in tables for key in table.get(section, ())} for section in sections)
+        self.optional, self.derived, self._harmless, sizes, stated = keys
         self.required = sizes | stated
         defaults = (table.get(section, {}) for table in tables for section in ("defaults", "elsewhere"))
         self.defaults: dict[str, Any] = dict.fromkeys(self.optional | self.derived)
@@ -115,12 +114,9 @@ class HFConfig:
             is_default = value == default and isinstance(value, bool) == isinstance(default, bool)
             if self.is_harmless(key) or (is_default if is_known else not (value and feature)):
                 continue
-            expected = repr(default) if is_known else "no such key"
-            raise ConfigError(
-                f"{label} is {reprlib.repr(value)}, expected {expected}: megarl does not have "
-                f"{feature or 'anything else'} for {self.values.get('model_type', 'models')}; take another model, or "
-                "remove the key if it says nothing of what the model computes"
-            )
+            facts = {"value": reprlib.repr(value), "feature": feature or "anything else"}
+            facts |= {"label": label, "expected": repr(default) if is_known else "no such key"}
+            raise ConfigError(refusal("unread_key", model=self.values.get("model_type", "models"), **facts))
 
     def is_harmless(self, key: str) -> bool:
         """Whether a key says nothing of the model's computation."""
@@ -195,10 +191,7 @@ def read_dtype(hf: Mapping[str, Any]) -> str:
     key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
     value = hf.get(key)
     if value is not None and value not in _DTYPES:
-        raise ConfigError(
-            f"{key} is {value!r}, which transformers cannot open, expected one of {', '.join(_DTYPES)}; "
-            f'write "{key}": "bfloat16", or what the weights are in'
-        )
+        raise ConfigError(refusal("dtype_of_config", key=key, value=value, dtypes=", ".join(_DTYPES)))
     return value or "bfloat16"
 
 
@@ -210,8 +203,7 @@ def count_prediction_layers(hf: Mapping[str, Any]) -> int:
 def find_quantization(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the quantisation table of a config.json, or of its text model; None without quantisation."""
     tables = [table for table in (hf, hf.get("text_config")) if isinstance(table, Mapping)]
-    entries = (table[key] for table in tables for key in QUANTIZATION if table.get(key) not in (None, {}))
-    quantised = next(entries, None)
+    quantised = next((table[key] for table in tables for key in QUANTIZATION if table.get(key) not in (None, {})), None)
     return quantised if isinstance(quantised, dict) or quantised is None else {"quant_method": quantised}
 
 
@@ -230,11 +222,7 @@ def read_weight_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
         readable, block = True, blocks[0] if blocks.count(blocks[0]) == len(blocks) else None
     is_block = isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) >= 1
     if not readable or not (block is None or is_block):
-        raise ConfigError(
-            f"the model is quantised by {method!r} with blocks {block!r}; expected no quantization_config, or 'fp8' "
-            "(e4m3), 'mxfp8', 'mxfp4', or 'compressed-tensors' with symmetric FP8 or INT4 weights: take the model in "
-            "high precision"
-        )
+        raise ConfigError(refusal("quantization", method=method, block=block))
     return None if block is None else (block[0], block[1])
 
 
@@ -243,20 +231,15 @@ def _compressed_weights(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     formats = ("float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
     try:
         weights = [group["weights"] for group in table["config_groups"].values()]
-        kinds = {
-            (each["type"], each["num_bits"], each.get("symmetric", True), each.get("actorder")) for each in weights
-        }
+        kinds = {(w["type"], w["num_bits"], w.get("symmetric", True), w.get("actorder")) for w in weights}
     except (AttributeError, KeyError, TypeError):
         return []
     orders = (None, "static", "weight")  # of the columns; other orders have a g_idx
     expected = {(*kind, True, order) for kind in (("float", 8), ("int", 4)) for order in orders}
-    is_readable = kinds <= expected and table.get("format") in formats and not table.get("transform_config")
-    return weights if is_readable else []
+    return weights if kinds <= expected and table.get("format") in formats and not table.get("transform_config") else []
 
 
-DENSE = tuple(
-    kind for kind in FAMILIES if not any("experts" in name for name in family_entry(kind, "shape")["readers"])
-)
+DENSE = tuple(kind for kind in FAMILIES if "experts" not in str(family_entry(kind, "shape")["readers"]))
 """Model types without experts."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""
@@ -300,11 +283,7 @@ class MoeShape:
             return read_moe(HFConfig(hf, {"sizes": ("num_hidden_layers", "num_experts_per_tok")}, LAYER_MAPS[kind]))
         if isinstance(text := hf.get("text_config"), Mapping):
             return MoeShape.of({"model_type": f"{kind}_text", **text, "text_config": None})
-        raise ConfigError(
-            f"model type {kind!r} is not known, expected {', '.join([*FAMILIES, *LAYER_MAPS])}: make the MoeShape of "
-            "another model from its number of layers, the indices of its MoE layers, its number of experts, its top-k, "
-            "and the indices of MoE layers that take experts from a table of token ids"
-        )
+        raise ConfigError(refusal("unknown_moe", kind=kind, kinds=", ".join([*FAMILIES, *LAYER_MAPS])))
 
     @staticmethod
     def of_megatron(config: Any) -> MoeShape:
@@ -342,9 +321,8 @@ def read_moe(hf: HFConfig) -> MoeShape:
     if kinds:
         by_step, moe = moe, [i for i in range(num_layers) if kinds[i] not in _MAPS["kinds"]["none"]]
         if "first_k_dense_replace" in hf.values and by_step != moe:
-            raise ConfigError(
-                f"mlp_layer_types is {reprlib.repr(kinds)}, expected the layers with experts of first_k_dense_replace"
-            )
+            expected = "the layers with experts of first_k_dense_replace"
+            raise ConfigError(f"mlp_layer_types is {reprlib.repr(kinds)}, expected {expected}")
     exempt = [i for i in moe if (kinds[i] in _MAPS["kinds"]["table"] if kinds else i < num_hashed)]
     counts = {key: count for key in _EXPERT_COUNTS if (count := hf.get(key))}
     num_experts, topk = min(counts.values(), default=0), hf["num_experts_per_tok"]
@@ -354,6 +332,5 @@ def read_moe(hf: HFConfig) -> MoeShape:
     if topk > num_experts:
         raise ConfigError(f"num_experts_per_tok is {topk}, expected at most the {num_experts} experts")
     if num_layers * num_experts > (most := BOUNDS["experts_of_all_layers"][1]):
-        found = f"num_hidden_layers is {num_layers} with {num_experts} experts each"
-        raise ConfigError(f"{found}, expected at most {most} experts in all")
+        raise ConfigError(refusal("num_experts", layers=num_layers, experts=num_experts, most=most))
     return MoeShape(num_layers, tuple(i for i in moe if i not in exempt), num_experts, topk, tuple(exempt))

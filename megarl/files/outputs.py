@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megarl.errors import ConfigError, some
+from megarl.files.texts import refusal
 from megarl.files.writing import exchange, model_files, read_record, sha256_of, sync, sync_all, write_atomically
 
 MARK, FILES = ".megarl.json", ".megarl-files.json"
@@ -51,10 +52,7 @@ def require_own(*folders: Path) -> None:
         if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
             raise ConfigError(f"{folder} is no folder; remove it, or choose another place")
         if foreign := find_foreign(folder, marked(folder)):
-            raise ConfigError(
-                f"{folder} holds {some(foreign)}, which megarl did not write or which was changed since; it stays. "
-                "Move it away, or choose another folder"
-            )
+            raise ConfigError(refusal("foreign_in_folder", folder=folder, foreign=some(foreign)))
 
 
 def marked(folder: Path) -> IsOwn:
@@ -135,11 +133,8 @@ def seal(folder: Path, **fields: Any) -> None:
     """List the written files, and flush all to the disk. Files that are added or changed later are foreign."""
     sync_all(folder)  # first: a network file system may set the time of a file at the flush
     is_own = marked(folder)
-    files = {
-        name: [status.st_size, status.st_mtime_ns]
-        for name, status in sorted(_entries(folder))
-        if stat.S_ISREG(status.st_mode) and is_own(name, status) and not matches(name, _WHILE_WRITTEN)
-    }
+    entries = ((n, s) for n, s in sorted(_entries(folder)) if stat.S_ISREG(s.st_mode) and is_own(n, s))
+    files = {n: [s.st_size, s.st_mtime_ns] for n, s in entries if not matches(n, _WHILE_WRITTEN)}
     _write_mark(folder, files, _WHILE_WRITTEN, fields)
     sync(folder)
 
@@ -179,15 +174,20 @@ def require_own_files(*paths: Path) -> None:
     """Raise ConfigError if a path exists and is not as megarl wrote it."""
     for path in paths:
         if os.path.lexists(path) and not _is_own_file(path):
-            raise ConfigError(
-                f"{path} exists, and megarl did not write it or it was changed since; it stays. Move it away, or "
-                "choose another name"
-            )
+            raise ConfigError(refusal("foreign_file", path=path))
 
 
 def _is_own_file(path: Path) -> bool:
     digests: Any = read_record(path.with_name(FILES)).get(path.name)
     return isinstance(digests, list) and path.is_file() and not path.is_symlink() and sha256_of(path) in digests
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it. ConfigError if a file is in the way."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
 
 
 def write_output(path: Path, data: bytes) -> None:
@@ -196,12 +196,8 @@ def write_output(path: Path, data: bytes) -> None:
     The new digest is listed beside the present digest: a kill between the two writes leaves a listed file.
     """
     require_own_files(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
+    make_folder(path.parent)
     listing = path.with_name(FILES)
     digests = [hashlib.sha256(data).hexdigest(), *([sha256_of(path)] if path.exists() else [])]
-    record = {**read_record(listing), path.name: digests}
-    write_atomically(listing, json.dumps(record, indent=1).encode())
+    write_atomically(listing, json.dumps({**read_record(listing), path.name: digests}, indent=1).encode())
     write_atomically(path, data)

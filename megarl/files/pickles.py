@@ -8,7 +8,6 @@ import io
 import pickle
 import re
 import reprlib
-import tomllib
 import zipfile
 from argparse import Namespace
 from pathlib import Path, PosixPath
@@ -19,11 +18,13 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import torch
 
+from megarl.errors import describe, reworded
 from megarl.files.foreign_json import is_file_name, open_regular, read_regular
+from megarl.files.texts import read_table
 
 _MOST_METADATA = 1 << 30
 _NO_PART = "which is no part of a checkpoint"
-_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_NAMES = read_table(__file__)
 _PLAIN = {(module, name) for module, names in _NAMES["metadata"].items() for name in names}
 _Inert = type("_Inert", (), {"__new__": lambda cls, *_: object.__new__(cls)})
 """Stands for a record of Megatron's: a checkpoint can be read without Megatron."""
@@ -61,7 +62,7 @@ def load_metadata(folder: Path) -> Any:
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # the unpickler itself checks its input nowhere
-        raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
+        raise pickle.UnpicklingError(f"its .metadata is damaged ({describe(error)})") from error
 
 
 def part_of(folder: Path, stored: Any) -> Path:
@@ -112,13 +113,12 @@ def require_plain(folder: Path) -> None:
     UnpicklingError if a pickle names a forbidden object; torch's own errors for damaged files.
     """
     metadata = load_metadata(folder)
-    try:
+    kinds = (AttributeError, IndexError, KeyError, TypeError)
+    with reworded(kinds, pickle.UnpicklingError, "its .metadata is damaged (", ")", describe):
         for index, stored in metadata.storage_data.items():
             part_of(folder, stored)
             if type(metadata.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
                 load_part(folder, stored)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
     for file in sorted(folder.rglob("*.pt")):
         with open_regular(file) as content:
             load_plain(content)

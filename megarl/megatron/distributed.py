@@ -20,6 +20,7 @@ from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
+from megarl.files.texts import read_table, refusal
 from megarl.replay.megatron_state import Replaced, cp_position, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # replay needs no pydantic
 
 Result = TypeVar("Result")
 
+SIZES: Mapping[str, str] = read_table(__file__)["sizes"]
+"""Megatron's names of the sizes of a layout -> ours."""
 _TWIN = "over gloo"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
@@ -47,15 +50,9 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
         atexit.register(shutdown)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError("Megatron's parallel state exists already; one run per process, or destroy it first")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
-    )
+    sizes = {name: getattr(layout, size) for name, size in SIZES.items()}
+    minutes = max(1, int(timeout_s // 60))
+    parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=minutes)
     torch.manual_seed(config.run.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
 
@@ -66,11 +63,9 @@ def _join(world_size: int, timeout: timedelta) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout, **options)
     except (dist.DistError, RuntimeError) as error:
-        raise PeerError(
-            f"rank {os.environ.get('RANK')} of {world_size} did not meet the others at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}; "
-            "see the logs of the other ranks, and check that this machine can reach that address"
-        ) from error
+        rank, *place = (os.environ.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+        facts = {"rank": rank, "world": world_size, "place": ":".join(map(str, place))}
+        raise PeerError(refusal("no_rendezvous", error=str(error).splitlines()[0], **facts)) from error
 
 
 def leave_layout() -> None:
@@ -238,8 +233,7 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
 
 def collect(statistics: Sequence[Mapping[str, Stat]]) -> dict[str, Stat] | None:
     """Merge the rank's statistics and those of all model copies; None except on the main rank; a collective call."""
-    local = to_host(merge(statistics)) if holds_outputs() else {}
-    of_ranks = gather_on_main_rank(local)
+    of_ranks = gather_on_main_rank(to_host(merge(statistics)) if holds_outputs() else {})
     return None if of_ranks is None else merge(of_ranks)
 
 

@@ -23,6 +23,7 @@ from megatron.core.utils import is_te_min_version
 from torch.nn.functional import silu
 
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table, refusal
 from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm
@@ -42,31 +43,19 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        "gated_linear_unit": True,
-        "activation_func": "silu",
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_router_bias_update_rate": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": has_te,
-        "deallocate_pipeline_outputs": True,
         **_pipeline_messages(overrides),
         "use_cpu_initialization": not torch.cuda.is_available(),
         "bias_activation_fusion": has_te,
         "bias_dropout_fusion": has_te and not shape.fields.get("add_bias_linear"),  # refused for TE's experts
         "apply_rope_fusion": has_te,
     }
-    values = {**defaults, **shape.fields, **overrides}
+    values = {**read_table(__file__), **defaults, **shape.fields, **overrides}
     values["activation_func"] = {"silu": silu, "quick_gelu": quick_gelu}[values["activation_func"]]
     yarn = {name: values.pop(name) for name in shape.fields if name.startswith("yarn_")}
     has_deep_ep = torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None
     if values["moe_token_dispatcher_type"] == "flex" and not has_deep_ep:
-        raise ConfigError(
-            'parallel.dispatcher = "flex" needs GPUs and the deep_ep package, expected both; use "alltoall"'
-        )
+        raise ConfigError(refusal("pipeline_flex"))
     if values.get("multi_latent_attention"):
         return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
     if yarn:
@@ -270,9 +259,8 @@ def release_after_use(model: torch.nn.Module) -> None:
 def _release_after_use(dispatcher: Any) -> None:
     last = dispatcher.combine_postprocess
     # The flex dispatcher leaves the tensors to a manager.
-    holders = [
-        vars(holder) for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if holder is not None
-    ]
+    managers = dispatcher, getattr(dispatcher, "_comm_manager", None)
+    holders = [vars(holder) for holder in managers if holder is not None]
     constants = [set(_tensors_of(holder)) for holder in holders]
 
     def combine(*arguments: Any, **options: Any) -> Any:

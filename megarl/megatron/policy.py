@@ -22,6 +22,8 @@ from megarl.config import Config, megatron_fields
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ConfigError, NumericsError, did_you_mean
+from megarl.files.texts import read_table
+from megarl.megatron.distributed import SIZES
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.model import build_model, release_after_use, transformer_config
 from megarl.megatron.versions import as_config_error
@@ -76,8 +78,7 @@ class Policy:
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
         # Without replay the hook only observes: a setting that bypasses the hook costs a metric and is no error.
         train, self.replay = config.train, None
-        blocked = train.replay == "none" and replay_blockers(vars(self.megatron_config))
-        if self.shape.moe_layers and not blocked:
+        if self.shape.moe_layers and not (train.replay == "none" and replay_blockers(vars(self.megatron_config))):
             self.replay = RoutingReplay(self.chunks, train.min_route_agreement, min_score=train.replay_min_score)
 
     def zero_grad(self) -> None:
@@ -209,12 +210,8 @@ def layout_fields(config: Config) -> dict[str, Any]:
     """The fields of TransformerConfig that the [parallel] and [recompute] tables set."""
     parallel, recompute = config.parallel, config.recompute
     fields: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp,
-        "expert_model_parallel_size": parallel.ep,
+        **{name: getattr(parallel, size) for name, size in SIZES.items()},
         "expert_tensor_parallel_size": parallel.expert_tp,
-        "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.tp > 1,  # which Megatron's MoE needs
         "moe_token_dispatcher_type": parallel.dispatcher,
         **{f"recompute_{name}": getattr(recompute, name) for name in ("granularity", "method", "num_layers")},
@@ -238,22 +235,9 @@ def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=schedule.table.lr,
-        min_lr=schedule.table.min_lr,
-        lr_warmup_steps=schedule.table.warmup_steps,
-        lr_decay_steps=schedule.decay_steps,
-        lr_decay_style=schedule.table.decay_style,
-        start_wd=schedule.table.weight_decay,
-        end_wd=schedule.table.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        # A resumed run may have more steps; the checkpoint then only says how far the schedule has come.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
+    tables = read_table(__file__)
+    of_table = {name: getattr(schedule.table, key) for name, key in tables["scheduler_of_table"].items()}
+    return OptimizerParamScheduler(optimizer, lr_decay_steps=schedule.decay_steps, **of_table, **tables["scheduler"])
 
 
 def check_fields(table: Mapping[str, Any]) -> dict[type, dict[str, Any]]:
@@ -269,10 +253,8 @@ def check_fields(table: Mapping[str, Any]) -> dict[type, dict[str, Any]]:
             hint = did_you_mean(key, known, "see `megarl doctor` for the installed version", most=3)
             names = ", ".join(cls.__name__ for cls in _DATACLASSES)
             raise ConfigError(f"megatron.{key}: no field of Megatron's {names} has this name; {hint}")
-    return {
-        cls: {key: _field_value(key, value, fields[key]) for key, value in table.items() if key in fields}
-        for cls, fields in hints.items()
-    }
+    of_class = {cls: {key: table[key] for key in table if key in fields} for cls, fields in hints.items()}
+    return {cls: {k: _field_value(k, v, hints[cls][k]) for k, v in values.items()} for cls, values in of_class.items()}
 
 
 _DATACLASSES: tuple[type, ...] = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 
 import megarl
 from megarl.errors import ConfigError, MegarlError
+from megarl.files.texts import refusal
 from megarl.replay.megatron_state import RELEASE
 
 
@@ -26,10 +27,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 def require_release() -> None:
     """ConfigError where Megatron-Core is older than 0.16: only replay in a loop of one's own works with its patch."""
     if not takes(GPTModel.forward, "padding_mask"):
-        raise ConfigError(
-            f"megatron-core: found {RELEASE}, expected 0.16 to 0.19; older releases replay routes with a patch, "
-            "in a loop of your own (docs/patches.md)"
-        )
+        raise ConfigError(refusal("old_megatron", release=RELEASE))
 
 
 _MEGATRON = Path(megatron.core.__file__).parent
@@ -51,11 +49,8 @@ def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:  # any class: for an unknown optimizer, Megatron raises a plain Exception
         frames = traceback.extract_tb(error.__traceback__)
         place = next((frame for frame in reversed(frames) if _within(frame, _MEGATRON, _MEGARL)), frames[-1])
-        is_other = (
-            isinstance(error, (MegarlError, torch.OutOfMemoryError))
-            or not _within(place, _MEGATRON)
-            or any(_within(frame, _DISTRIBUTED) for frame in frames)
-        )
+        is_other = not _within(place, _MEGATRON) or any(_within(frame, _DISTRIBUTED) for frame in frames)
+        is_other |= isinstance(error, (MegarlError, torch.OutOfMemoryError))
         if is_other or not (settings or isinstance(error, _DELIBERATE)):
             raise
         table = f"; [megatron] sets {', '.join(settings)}" if settings else ""

@@ -13,25 +13,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.errors import CheckpointError, ConfigError, DataError, some
+from megarl.errors import CheckpointError, ConfigError, DataError, reworded, some
+from megarl.files import hf_config
 from megarl.files.foreign_json import require_regular
-from megarl.files.hf_config import (
-    QUANTIZATION,
-    family_entry,
-    find_quantization,
-    flatten,
-    hf_name,
-    is_beside_text,
-    is_turned,
-    read_dtype,
-    read_weight_block,
-)
+from megarl.files.texts import refusal
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 from megarl.models.quantized import FLOATS, SCALES, dequantize, describe_misfit, pair_codes, shape_of_weight
 
 MANIFEST = "conversion.json"
 """A conversion's file with checksums, and with the names of left-out tensors."""
+_READ_ERRORS = (SafetensorError, RuntimeError, ValueError)
 T = TypeVar("T")
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -55,15 +47,13 @@ class HFCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
-        self._config = flatten(config)
+        self._config = hf_config.flatten(config)
         self._kind = str(config.get("model_type"))
         self._open: tuple[Path, Any] | None = None
-        try:
-            self._block = read_weight_block(self._config)
-        except ConfigError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
+        with reworded(ConfigError, CheckpointError, f"{self.path}: "):
+            self._block = hf_config.read_weight_block(self._config)
         self._files = self._locate()
-        is_quantized = find_quantization(self._config) is not None
+        is_quantized = hf_config.find_quantization(self._config) is not None
         self._codes, hidden = pair_codes({n: self._slice(n).get_dtype() for n in self._files} if is_quantized else {})
         self._names = dict.fromkeys((*(name for name in self._files if name not in hidden), *self._codes))
 
@@ -86,7 +76,7 @@ class HFCheckpoint:
 
     def text_name(self, name: str) -> str:
         """Return the name that a tensor of a text model has in this checkpoint."""
-        return hf_name(self._kind, name)
+        return hf_config.hf_name(self._kind, name)
 
     def names_of_text(self) -> set[str]:
         """Return the tensors of the text model, without prediction layers."""
@@ -94,7 +84,7 @@ class HFCheckpoint:
 
     def names_beside_text(self) -> list[str]:
         """Return the tensors of a larger model that do not belong to its text model, such as a vision tower's."""
-        return sorted(name for name in self.names() if is_beside_text(self._kind, name))
+        return sorted(name for name in self.names() if hf_config.is_beside_text(self._kind, name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of ``read(name)``, from the file's header."""
@@ -107,10 +97,8 @@ class HFCheckpoint:
         return shape_of_weight(shape, codes.get_dtype()) if name in self._codes else shape
 
     def _is_turned(self, name: str, shape: tuple[int, ...]) -> bool:
-        try:
-            return is_turned(self._kind, name, shape, self._config.get("hidden_size", 0))
-        except DataError as error:
-            raise CheckpointError(f"{self._files[name]}: {error}") from error
+        with reworded(DataError, CheckpointError, f"{self._files[name]}: "):
+            return hf_config.is_turned(self._kind, name, shape, self._config.get("hidden_size", 0))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of ``read(name)``. CheckpointError for an unknown dtype."""
@@ -118,9 +106,8 @@ class HFCheckpoint:
             return self._high_precision()
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
-            raise CheckpointError(
-                f"{self._files[name]}: {name} has dtype {stored}, expected one of {', '.join(_DTYPES)}"
-            )
+            problem = f"{name} has dtype {stored}, expected one of {', '.join(_DTYPES)}"
+            raise CheckpointError(f"{self._files[name]}: {problem}")
         return _DTYPES[stored]
 
     def stored(self, name: str, rows: slice | None = None) -> torch.Tensor:
@@ -131,10 +118,8 @@ class HFCheckpoint:
         if name not in self._files:
             raise CheckpointError(f"{self.path} holds no {name}")
         file = self._files[name]
-        try:
+        with reworded(_READ_ERRORS, CheckpointError, f"{file}: {name} cannot be read (", ")"):
             return self._handle(file).get_tensor(name) if rows is None else self._slice(name)[rows]
-        except (SafetensorError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """Return a tensor of ``shape(name)``, dequantised if quantised. CheckpointError if unreadable.
@@ -189,7 +174,7 @@ class HFCheckpoint:
         return self._open[1]
 
     def _high_precision(self) -> torch.dtype:
-        return getattr(torch, read_dtype(self._config))
+        return getattr(torch, hf_config.read_dtype(self._config))
 
     def _locate(self) -> dict[str, Path]:
         """Return tensor name -> file. CheckpointError if index and files differ."""
@@ -203,10 +188,8 @@ class HFCheckpoint:
         if listed is None:
             for file in sorted({*self.path.glob("[!.]*.safetensors")} - {*files}):
                 if doubled := [name for name in _opened(file).keys() if name in places]:  # noqa: SIM118
-                    raise CheckpointError(
-                        f"{self.path} holds {some(doubled)} both in {SINGLE}, which transformers reads, and in "
-                        f"{file.name}, which SGLang reads too: move the file away that is not the model"
-                    )
+                    facts = {"path": self.path, "doubled": some(doubled), "single": SINGLE, "file": file.name}
+                    raise CheckpointError(refusal("tensors_twice", **facts))
             return places
         if absent := [name for name, file in listed.items() if name not in places or places[name].name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
@@ -216,11 +199,10 @@ class HFCheckpoint:
 
 
 def _opened(file: Path) -> Any:
-    try:
+    kinds, advice = (SafetensorError, OSError, DataError), "); truncated, or no safetensors file"
+    with reworded(kinds, CheckpointError, f"{file} cannot be read (", advice):
         require_regular(file)
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError, DataError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); truncated, or no safetensors file") from error
 
 
 def describe_faults(faults: Mapping[str, Sequence[str]]) -> str:
@@ -237,15 +219,9 @@ def check_tensors(hf: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: 
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
     dropped |= unknown & hf.names_of_prediction_layers()
     unknown -= {*hf.names_beside_text()}
-    faults = {
-        "missing": list(set(expected) - hf.names()),
-        "unknown": list(unknown - dropped),
-        "of another shape": [
-            f"{name} {hf.shape(name)} (expected {shape})"
-            for name, shape in expected.items()
-            if name in hf.names() and hf.shape(name) != shape
-        ],
-    }
+    shapes = {name: hf.shape(name) for name in expected.keys() & hf.names()}
+    reshaped = [f"{n} {shape} (expected {expected[n]})" for n, shape in shapes.items() if shape != expected[n]]
+    faults = {"missing": [*expected.keys() - hf.names()], "unknown": [*unknown - dropped], "of another shape": reshaped}
     if text := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
         raise CheckpointError(f"{hf.path} does not hold the model of its config.json: {text}{hint}")
@@ -310,8 +286,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> None:
     """Write the index of a checkpoint; listing: tensor -> file."""
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": listing}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": listing}, indent=1))
 
 
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -323,14 +298,10 @@ def _copy_beside_text(source: Path, target: Path) -> None:
     with HFCheckpoint(source) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.names_beside_text()}
     if not tensors:
-        raise CheckpointError(
-            f"{source} holds the text model alone, expected the whole model of its config.json: take the folder that "
-            "was downloaded, for megarl convert with --model"
-        )
+        raise CheckpointError(refusal("text_alone", source=source))
     save_tensors(tensors, target / _BESIDE)
-    index = (
-        read_json(target / INDEX) if (target / INDEX).is_file() else {"metadata": {"total_size": 0}, "weight_map": {}}
-    )
+    empty = {"metadata": {"total_size": 0}, "weight_map": {}}
+    index = read_json(target / INDEX) if (target / INDEX).is_file() else empty
     num_bytes = index["metadata"]["total_size"] + sum(tensor.nbytes for tensor in tensors.values())
     write_index(target, index["weight_map"] | dict.fromkeys(tensors, _BESIDE), num_bytes)
 
@@ -351,10 +322,10 @@ def copy_model_files(
         if file.name != MANIFEST:
             shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
-    if not is_whole and family_entry(str(config.get("model_type")), "beside"):
+    if not is_whole and hf_config.family_entry(str(config.get("model_type")), "beside"):
         _copy_beside_text(source, target)
     for table in (config, config.get("text_config") or {}):
-        for key in QUANTIZATION:
+        for key in hf_config.QUANTIZATION:
             table.pop(key, None)
         # Otherwise engines would look for missing tensors.
         for key in () if is_whole else _PREDICTION_LAYERS:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import CheckpointError, DataError, some
+from megarl.errors import CheckpointError, DataError, reworded, some
 from megarl.files.foreign_json import is_file_name, read_object, require_regular
 
 INDEX = "model.safetensors.index.json"
@@ -13,10 +13,8 @@ SINGLE = "model.safetensors"
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. CheckpointError for a missing or damaged file."""
-    try:
+    with reworded(DataError, CheckpointError, suffix="; download it again"):
         return read_object(path)
-    except DataError as error:
-        raise CheckpointError(f"{error}; download it again") from error
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -27,11 +25,9 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     absent files.
     """
     index, single, present = folder / INDEX, folder / SINGLE, sorted(folder.glob("[!.]*.safetensors"))
-    try:
+    with reworded(DataError, CheckpointError):
         for file in (*present, index, folder / "config.json"):
             require_regular(file)
-    except DataError as error:
-        raise CheckpointError(str(error)) from error
     hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     listed = read_json(index).get("weight_map") if index.is_file() else None
     if index.is_file() and not (isinstance(listed, dict) and listed and all(map(is_file_name, listed.values()))):

@@ -5,18 +5,17 @@ rank's shard from the Hugging Face tensors, ``join`` makes the Hugging Face tens
 functions are exact to the bit.
 """
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice, product
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from megarl.files import hf_config
 from megarl.files.hf_config import family_entry, hf_name
+from megarl.files.texts import read_table
 from megarl.models.shapes import ModelShape
 
 Scope = Literal["model", "layer", "full", "linear", "moe", "dense", "expert", "experts", "indexer"]
@@ -59,9 +58,8 @@ class Rule:
         moe, linear = layers & {*shape.moe_layers}, layers & {*shape.linear_layers}
         of_scope = {"dense": layers - moe, "full": layers - linear, "linear": linear, "indexer": shape.indexer_layers}
         of_scope |= dict.fromkeys(("moe", "expert", "experts"), moe)
-        yield from product(
-            sorted(of_scope.get(self.scope, layers)), range(shape.num_experts if self.scope == "expert" else 1)
-        )
+        experts = range(shape.num_experts if self.scope == "expert" else 1)
+        yield from product(sorted(of_scope.get(self.scope, layers)), experts)
 
     def hf_names(self, layer: int, expert: int) -> list[str]:
         return [name.format(layer=layer, expert=expert) for name in self.hf]
@@ -86,9 +84,7 @@ def _chunk(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor
 def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
     if tensors[0].size(0) != shape.vocab_size:  # padding would cut or fill the tensor silently
         raise ValueError(f"{tensors[0].size(0)} rows for a vocabulary of {shape.vocab_size}")
-    rows = -(-shape.vocab_size // size) * size
-    padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows - tensors[0].size(0)))
-    return padded.chunk(size)[rank]
+    return torch.nn.functional.pad(tensors[0], (0, 0, 0, -shape.vocab_size % size)).chunk(size)[rank]
 
 
 def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
@@ -204,48 +200,26 @@ LAYOUTS: Mapping[str, Layout] = {
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """Return the sizes for ``Rule.dims``, without sizes that the model lacks."""
     fields, heads = shape.fields, shape.fields["num_attention_heads"]
-    sizes = {
-        "vocab": shape.vocab_size,
-        "hidden": fields["hidden_size"],
-        "ffn": fields["ffn_hidden_size"],
-        "expert_ffn": fields.get("moe_ffn_hidden_size"),
-        "shared_ffn": fields.get("moe_shared_expert_intermediate_size"),
-        "experts": shape.num_experts,
-        "heads": heads,
-        "one": 1,
-    }
-    sizes["expert_gate_up"] = 2 * (sizes["expert_ffn"] or 0)
+    sizes: dict[str, int] = {name: fields.get(key) or 0 for name, key in _TABLES["dimensions"].items()}
+    sizes |= {"vocab": shape.vocab_size, "experts": shape.num_experts, "one": 1}
+    sizes["expert_gate_up"] = 2 * sizes["expert_ffn"]
     if fields.get("multi_latent_attention"):
         plain, rotated, value = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
-        sizes |= {
-            "q_latent": fields["q_lora_rank"],
-            "kv_latent": fields["kv_lora_rank"],
-            "kv_latent_and_rope": fields["kv_lora_rank"] + rotated,
-            "q": heads * (plain + rotated),
-            "kv_up": heads * (plain + value),
-            "attention": heads * value,
-        }
-        heads, width = (fields.get(f"dsa_indexer_{name}", 0) for name in ("n_heads", "head_dim"))
-        sizes |= {"index_heads": heads, "index_head": width, "index_q": heads * width}
+        sizes |= {"q": heads * (plain + rotated), "kv_up": heads * (plain + value), "attention": heads * value}
+        sizes["kv_latent_and_rope"] = sizes["kv_latent"] + rotated
+        sizes["index_q"] = sizes["index_heads"] * sizes["index_head"]
     else:
         width = fields["kv_channels"]
-        sizes |= {"head": width, "q": heads * width, "kv": fields["num_query_groups"] * width}
-        sizes["q_and_gate"] = 2 * sizes["q"]
+        sizes |= {"q": heads * width, "q_and_gate": 2 * heads * width, "kv": fields["num_query_groups"] * width}
     if fields.get("linear_attention_freq"):
-        keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
-        qk, v = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
-        sizes |= {
-            "linear_qk": qk,
-            "linear_v": v,
-            "linear_heads": values,
-            "linear_head": fields["linear_value_head_dim"],
-        }
-        sizes |= {"linear_qkv": 2 * qk + v, "linear_qkvz": 2 * (qk + v), "linear_ba": 2 * values}
-        sizes["linear_taps"] = fields["linear_conv_kernel_dim"]
+        qk = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+        v = sizes["linear_heads"] * sizes["linear_head"]
+        sizes |= {"linear_qk": qk, "linear_v": v, "linear_qkv": 2 * qk + v, "linear_qkvz": 2 * (qk + v)}
+        sizes["linear_ba"] = 2 * sizes["linear_heads"]
     return {name: size for name, size in sizes.items() if size}
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("parameters.toml").read_text(encoding="utf-8"))
+_TABLES = read_table(__file__, "parameters.toml")
 
 
 def _read_families() -> dict[str, tuple[Rule, ...]]:
@@ -259,10 +233,8 @@ def _read_families() -> dict[str, tuple[Rule, ...]]:
         return Rule(tuple(prefix + name for name in megatron), hf_names, tuple(dims), layout, scope, when)
 
     parts = _TABLES["parts"]
-    return {
-        kind: tuple(rule(kind, *row) for name in family_entry(kind, "parameters") for row in parts[name])
-        for kind in hf_config.FAMILIES
-    }
+    names = {kind: family_entry(kind, "parameters") for kind in hf_config.FAMILIES}
+    return {kind: tuple(rule(kind, *row) for name in names[kind] for row in parts[name]) for kind in names}
 
 
 FAMILIES: Mapping[str, tuple[Rule, ...]] = _read_families()

@@ -98,5 +98,4 @@ def _unpack(codes: torch.Tensor) -> torch.Tensor:
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # e2m1
     values = torch.tensor([*positive, *(-value for value in positive)], device=codes.device)
     octets = torch.arange(256, device=codes.device)
-    pairs = torch.stack([values[octets & 15], values[octets >> 4]], -1)
-    return pairs[codes.view(torch.uint8).int()].flatten(-2)
+    return torch.stack([values[octets & 15], values[octets >> 4]], -1)[codes.view(torch.uint8).int()].flatten(-2)

@@ -9,19 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, reworded
+from megarl.files import hf_config
 from megarl.files.foreign_json import read_object
-from megarl.files.hf_config import (
-    FAMILIES,
-    LACKING,
-    ROPE,
-    HFConfig,
-    count_prediction_layers,
-    family_entry,
-    read_dtype,
-    read_moe,
-    read_weight_block,
-)
+from megarl.files.hf_config import FAMILIES, LACKING, ROPE, HFConfig, family_entry
+from megarl.files.texts import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +84,7 @@ def read_rope(hf: HFConfig, default: Mapping[str, Any]) -> HFConfig:
     place = "rope_scaling" if hf["rope_scaling"] else "rope_parameters"
     values = dict(default if hf[place] is None else hf[place])
     if place == "rope_scaling" and hf["rope_parameters"] not in (None, {}, values):
-        raise ConfigError(
-            f"rope_scaling {values} and rope_parameters {hf['rope_parameters']} differ, expected one of them"
-        )
+        raise ConfigError(refusal("two_ropes", scaling=values, parameters=hf["rope_parameters"]))
     stated = {key: hf[key] for key in _BESIDE if key in hf.values}
     if "type" in values:
         stated["rope_type"] = values.pop("type")
@@ -135,10 +125,7 @@ def latent_rope(rope: HFConfig) -> dict[str, Any]:
         return base | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
     mscale, all_dim = rope["mscale"], rope["mscale_all_dim"]
     if rope["rope_type"] != "yarn" or mscale != all_dim or not mscale:
-        raise ConfigError(
-            f"rope_type {rope['rope_type']!r} with mscale {mscale} and mscale_all_dim {all_dim} is not supported; "
-            "expected 'default', or 'yarn' with equal mscales above 0"
-        )
+        raise ConfigError(refusal("latent_rope", kind=rope["rope_type"], mscale=mscale, all_dim=all_dim))
     return base | {"rope_type": "yarn", **_yarn(rope), "mscale": float(all_dim), "mscale_all_dim": float(all_dim)}
 
 
@@ -173,15 +160,8 @@ def _flag(hf: HFConfig, trait: str | bool) -> bool:
     return hf[trait] if isinstance(trait, str) else trait
 
 
-def _layers(hf: HFConfig) -> dict[str, Any]:
-    return {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"] or hf["moe_intermediate_size"],
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf["rms_norm_eps"],
-    }
+def _renamed(hf: HFConfig, reader: str) -> dict[str, Any]:
+    return {field: hf[key] for field, key in hf_config.RENAMED.get(reader, {}).items()}
 
 
 def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
@@ -217,17 +197,13 @@ def _grouped_attention(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 
 def _softmax_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     # A softmax over the chosen logits equals a softmax over all logits, normalised again over the chosen logits.
-    is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
-    return {**_experts(hf, traits), "moe_router_pre_softmax": not is_normalised}
+    return {**_experts(hf, traits), "moe_router_pre_softmax": not (traits.get("normalised") or hf["norm_topk_prob"])}
 
 
 def _experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
-    moe = read_moe(hf)
+    moe = hf_config.read_moe(hf)
     if not moe.moe_layers:
-        keys = "first_k_dense_replace, decoder_sparse_step or mlp_only_layers"
-        raise ConfigError(
-            f"none of num_hidden_layers, {moe.num_layers}, has experts by {keys}, expected some with experts"
-        )
+        raise ConfigError(refusal("no_experts", layers=moe.num_layers))
     return {
         "moe_ffn_hidden_size": hf[traits.get("expert_width", "moe_intermediate_size")],
         "num_moe_experts": moe.num_experts,
@@ -241,23 +217,16 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     topk, groups, topk_groups = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
     is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
     if not is_normalised or topk < 2:
-        raise ConfigError(
-            f"norm_topk_prob is {is_normalised} and num_experts_per_tok {topk}, expected true and at least 2"
-        )
+        raise ConfigError(refusal("sigmoid_topk", normalised=is_normalised, topk=topk))
     # The model ranks groups by 2 experts, Megatron by topk // topk_group.
     if topk_groups > groups or (groups > 1 and topk // topk_groups != 2):
-        raise ConfigError(
-            f"num_experts_per_tok is {topk}, topk_group {topk_groups} and n_group {groups}; expected twice as many "
-            "experts as groups, or n_group 1: Megatron ranks groups by another number of experts"
-        )
+        raise ConfigError(refusal("topk_of_groups", topk=topk, chosen=topk_groups, groups=groups))
     experts = _experts(hf, traits)
     shared = hf.get("n_shared_experts") or hf.get("num_shared_experts") or 0
     per_group, odd = divmod(experts["num_moe_experts"], groups)
     if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
-        raise ConfigError(
-            f"n_group is {groups}, topk_group {topk_groups}, n_routed_experts {experts['num_moe_experts']} and "
-            f"num_experts_per_tok {topk}, expected groups of at least 2 experts, and enough experts in those chosen"
-        )
+        facts = {"groups": groups, "chosen": topk_groups, "experts": experts["num_moe_experts"], "topk": topk}
+        raise ConfigError(refusal("expert_groups", **facts))
     return {
         **experts,
         "moe_router_score_function": "sigmoid",
@@ -269,33 +238,13 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     }
 
 
-def _gated_shared_expert(hf: HFConfig, _: Traits) -> dict[str, Any]:
-    width = hf["shared_expert_intermediate_size"]
-    return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
-
-
 def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
         if hf.get(key) not in (None, size):
-            raise ConfigError(
-                f"{key} is {hf[key]}, expected {size}: num_attention_heads is {heads}, qk_nope_head_dim {plain} and "
-                f"qk_rope_head_dim {rotated}"
-            )
-    return {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": hf["q_lora_rank"],
-        "kv_lora_rank": hf["kv_lora_rank"],
-        "qk_head_dim": plain,
-        "qk_pos_emb_head_dim": rotated,
-        "v_head_dim": hf["v_head_dim"],
-    }
-
-
-def _sparse_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
-    names = {"n_heads": "index_n_heads", "head_dim": "index_head_dim", "topk": "index_topk"}
-    return {f"dsa_indexer_{name}": hf[key] for name, key in names.items()}
+            facts = {"key": key, "value": hf[key], "size": size}
+            raise ConfigError(refusal("latent_width", heads=heads, plain=plain, rotated=rotated, **facts))
+    return {"multi_latent_attention": True, "qk_layernorm": True}
 
 
 def find_indexers(hf: HFConfig | Mapping[str, Any]) -> tuple[int, ...]:
@@ -307,8 +256,7 @@ def find_indexers(hf: HFConfig | Mapping[str, Any]) -> tuple[int, ...]:
     pattern = pattern or ["S" if max(layer - offset + 1, 0) % step else "F" for layer in layers]
     kinds = [{"F": "full", "S": "shared"}.get(kind) for kind in pattern] if kinds is None else kinds
     if len(kinds) != len(layers) or {*kinds} - {"full", "shared"} or kinds[0] != "full":
-        stated = f"indexer_types, index_topk_pattern or index_topk_freq say {kinds}"
-        raise ConfigError(f"{stated}, expected 'full' or 'shared' for each of {len(layers)} layers, the first 'full'")
+        raise ConfigError(refusal("indexer_kinds", kinds=kinds, layers=len(layers)))
     return tuple(layer for layer in layers if kinds[layer] == "full")
 
 
@@ -326,16 +274,9 @@ def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
     return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
 
 
-READERS: Mapping[str, Reader] = {
-    "grouped_attention": _grouped_attention,
-    "latent_attention": _latent_attention,
-    "sparse_attention": _sparse_attention,
-    "delta_net": _delta_net,
-    "softmax_experts": _softmax_experts,
-    "sigmoid_experts": _sigmoid_experts,
-    "gated_shared_expert": _gated_shared_expert,
-}
-"""Names in families.toml -> readers of what a config adds to the common fields."""
+_READERS = (_grouped_attention, _latent_attention, _delta_net, _softmax_experts, _sigmoid_experts)
+READERS: Mapping[str, Reader] = {reader.__name__.removeprefix("_"): reader for reader in _READERS}
+"""Names in families.toml -> readers of what a config adds to the common and the renamed fields."""
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
@@ -343,32 +284,29 @@ def read_shape(model_path: str | Path) -> ModelShape:
     path = Path(model_path) / "config.json"
     if not os.path.lexists(path):
         raise ConfigError(f"{path} does not exist, expected a folder with a Hugging Face checkpoint")
-    try:
+    with reworded(DataError, ConfigError, suffix=", expected the config of a Hugging Face model"):
         hf = read_object(path)
-    except DataError as error:
-        raise ConfigError(f"{error}, expected the config of a Hugging Face model") from error
     kind = str(hf.get("model_type", ""))
     if kind not in FAMILIES:
         reason = f" ({LACKING[kind]})" if kind in LACKING else ""
         supported = ", ".join(sorted(FAMILIES))
         raise ConfigError(f"model type {kind!r} in {path} is not supported{reason}; supported are {supported}")
-    try:
+    with reworded(ConfigError, ConfigError, f"{path}: "):
         config = HFConfig.of(hf)
-        read_dtype(config.values)
-        read_weight_block(config.values)
-        count_prediction_layers(config.values)
+        for check in (hf_config.read_dtype, hf_config.read_weight_block, hf_config.count_prediction_layers):
+            check(config.values)
         return _read(config, kind)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _read(hf: HFConfig, kind: str) -> ModelShape:
     architecture, traits = family_entry(kind, "class"), family_entry(kind, "shape")
     if architecture not in (names := hf["architectures"] or [architecture]):
         raise ConfigError(f"architectures is {names}, expected [{architecture!r}] of model type {kind}")
-    rope, fields = read_rope(hf, family_entry(kind, "rope") or {}), {**_layers(hf), **_windows(hf, traits)}
+    rope = read_rope(hf, family_entry(kind, "rope") or {})
+    fields = {**_renamed(hf, "layers"), **_windows(hf, traits), "normalization": "RMSNorm"}
+    fields["ffn_hidden_size"] = hf["intermediate_size"] or hf["moe_intermediate_size"]
     for name in traits["readers"]:
-        fields |= READERS[name](hf, traits)
+        fields |= _renamed(hf, name) | (READERS[name](hf, traits) if name in READERS else {})
     is_latent = "multi_latent_attention" in fields
     fields |= {**(latent_rope if is_latent else grouped_yarn)(rope), **traits.get("fields", {})}
     is_yarn = "yarn_rotary_scaling_factor" in fields  # of whole heads in Megatron
@@ -376,11 +314,9 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
         raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0: {kind} turns whole heads")
     width = fields["qk_pos_emb_head_dim"] if is_latent else int(fields["kv_channels"] * rotated)
     if width < 2 or width % 2:
-        keys = "head_dim, partial_rotary_factor, hidden_size / num_attention_heads or qk_rope_head_dim"
-        raise ConfigError(f"rotary embeddings turn {width} values of a head, expected pairs; correct {keys}")
+        raise ConfigError(refusal("odd_rotation", width=width))
     if traits.get("whole_heads") and hf["hidden_size"] % hf["num_attention_heads"]:
-        sizes = f"hidden_size is {hf['hidden_size']} and num_attention_heads {hf['num_attention_heads']}"
-        raise ConfigError(f"{sizes}, expected a multiple")
+        raise ConfigError(refusal("hidden_of_heads", hidden=hf["hidden_size"], heads=hf["num_attention_heads"]))
     shape = ModelShape(
         kind,
         fields,

@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from megarl.config.command import OnConfiguration
 from megarl.config.file import load
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import free_port
-from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, RolloutError, reason_of, reworded
 from megarl.files.outputs import write_output
+from megarl.files.texts import read_table
 from megarl.models.shapes import read_shape
 from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report
@@ -32,7 +32,7 @@ RANKS = 2
 
 CONFIG = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 """The configuration, with the paths {config}, {run}, {model} and {task} left open."""
-_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("quickstart_texts.toml").read_text(encoding="utf-8"))
+_TEXTS = read_table(__file__, "quickstart_texts.toml")
 
 
 def config_text(family: Family, **paths: Path) -> str:
@@ -48,10 +48,8 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
 
     ConfigError if ``out`` is no folder for it, MegarlError if a step fails or the family is another.
     """
-    try:
+    with reworded(OSError, ConfigError, f"--out {out}: cannot be made a folder (", "); choose another one", reason_of):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another one") from None
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
     text = config_text(family, config=path, run=run, model=model, task=task)
@@ -106,8 +104,8 @@ def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
             process.join()  # the ranks also got the signal, and are saving
         raise
     except ProcessExitedException as error:
-        code = error.exit_code
-        raise RolloutError(f"`megarl {words[0]}` ended with exit code {code}; its messages are above") from None
+        problem = f"`megarl {words[0]}` ended with exit code {error.exit_code}"
+        raise RolloutError(f"{problem}; its messages are above") from None
 
 
 def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int | None]) -> None:

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 from megarl.errors import ConfigError, did_you_mean
+from megarl.files.outputs import make_folder
 from megarl.files.shipped import shipped_folder
 
 _LAUNCH = shipped_folder("launch")
@@ -18,16 +19,14 @@ GPU = _LAUNCH / "gpu"
 
 def list_recipes() -> dict[str, str]:
     """The first comment of each recipe, by name."""
-    return {
-        path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in sorted(RECIPES.glob("*.toml"))
-    }
+    first_lines = {path.stem: path.read_text().partition("\n")[0] for path in sorted(RECIPES.glob("*.toml"))}
+    return {name: line.removeprefix("# ") for name, line in first_lines.items()}
 
 
 def find(name: str) -> Path:
     """The file of a recipe or of a script; ConfigError for an unknown name."""
-    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())} | {
-        path.stem: path for path in RECIPES.glob("*.toml")
-    }
+    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())}
+    files |= {path.stem: path for path in RECIPES.glob("*.toml")}
     if name not in files:
         hint = did_you_mean(name, files, f"expected one of {', '.join(sorted(files))}")
         raise ConfigError(f"found no recipe or script {name!r}; {hint}")
@@ -45,10 +44,7 @@ def copy(name: str, folder: Path) -> list[Path]:
         if os.path.lexists(target) and not same:
             raise ConfigError(f"{target} exists and is another file; nothing was copied, choose another folder")
     for target, source in copies.items():
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
+        make_folder(target.parent)
         shutil.copyfile(source, target)  # not its mode, for an installed file may be read-only
         if source.parent == SCRIPTS:
             target.chmod(target.stat().st_mode | 0o111)

@@ -1,11 +1,11 @@
 """The fields of a run's JSON files, with their types: fields.toml."""
 
 import math
-import tomllib
-from pathlib import Path
 from typing import Any
 
-_FIELDS: dict[str, dict[str, list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+from megarl.files.texts import read_table
+
+_FIELDS: dict[str, dict[str, list[str]]] = read_table(__file__)
 
 
 def require_fields(record: Any, name: str, largest: float = math.inf) -> None:

@@ -33,12 +33,13 @@ from megarl.data.benchmarks import HELDOUT, choose
 from megarl.data.records import read_records, require_file
 from megarl.errors import ConfigError, DataError
 from megarl.files.outputs import free_name
+from megarl.files.texts import read_table, refusal
 from megarl.files.writing import read_record, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import complete_checkpoints, read_run
 from megarl.run.metrics_log import iterate_metrics
 
 INPUTS = "inputs.json"
-_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_NAMES = read_table(__file__)
 
 
 def claim(config: Config) -> None:
@@ -55,10 +56,7 @@ def claim(config: Config) -> None:
     has_trained = bool(checkpoints) or _has_step(metrics)
     run = read_run_id(folder) or next(filter(None, (read_run(path) for _, path in checkpoints[::-1])), "")
     if not run and (foreign := [name for name in _NAMES["written"] if os.path.lexists(folder / name)]):
-        raise ConfigError(
-            f"run.dir: {folder} holds {', '.join(foreign)}, but no {RUN_ID}: no run wrote it. Nothing was changed; "
-            "choose another run.dir, or move it away"
-        )
+        raise ConfigError(refusal("foreign_run_dir", folder=folder, foreign=", ".join(foreign), run_id=RUN_ID))
     if saved.exists() and has_trained:
         _require_same_settings(config, folder, saved)
     if not read_run_id(folder):
@@ -72,19 +70,12 @@ def claim(config: Config) -> None:
 
 def _require_same_settings(config: Config, folder: Path, saved: Path) -> None:
     if not config.checkpoint.resume:
-        raise ConfigError(
-            f"{folder} holds a run and checkpoint.resume is off; choose another run.dir or remove the folder"
-        )
+        raise ConfigError(refusal("no_resume", folder=folder))
     if not (settings := read_toml(saved)):
-        raise ConfigError(
-            f"{saved} is empty: put the settings of the run back, or remove the file to go on with today's"
-        )
+        raise ConfigError(refusal("empty_config", saved=saved))
     if difference := _first_difference(settings, config):
         key, old, new = difference
-        raise ConfigError(
-            f"{folder} holds a run with {key} = {old!r} (config.toml), this one has {new!r}; choose another "
-            "run.dir, remove the folder, or set the old value to continue it"
-        )
+        raise ConfigError(refusal("other_settings", folder=folder, key=key, old=old, new=new))
 
 
 def _has_step(metrics: Path) -> bool:
@@ -133,10 +124,7 @@ def bind_inputs(config: Config, folder: Path, goes_on: bool) -> None:
     differing = [name for name in sorted(names) if recorded and recorded.get(name) != now.get(name)]
     if differing:
         changes = "; ".join(f"{name} ({_describe(recorded.get(name), now.get(name))})" for name in differing)
-        raise ConfigError(
-            f"{folder} holds a run that began with other inputs: {changes}. Put back what the run began with, choose "
-            f"another run.dir, or remove {folder / INPUTS} to go on with the new inputs"
-        )
+        raise ConfigError(refusal("other_inputs", folder=folder, changes=changes, inputs=folder / INPUTS))
     write_atomically(folder / INPUTS, json.dumps(now, indent=1).encode())
 
 
@@ -159,11 +147,8 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
 
 def fingerprint_model(config: Config) -> dict[str, Fingerprint]:
     """Return the initial model and tokenizer."""
-    model = Path(config.model.path)
-    return {
-        "model.path": fingerprint_files(model, _NAMES["weights"]),
-        "tokenizer": fingerprint_files(model, _NAMES["tokenizer"]),
-    }
+    kinds = {"model.path": "weights", "tokenizer": "tokenizer"}
+    return {name: fingerprint_files(Path(config.model.path), _NAMES[kind]) for name, kind in kinds.items()}
 
 
 def fingerprint_data(source: str, split: str | None = None) -> Fingerprint:

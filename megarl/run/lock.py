@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 from megarl.files.writing import read_record
 
 BEAT_S = 5.0
@@ -115,9 +116,7 @@ class RunLock:
         beat, until = self._path.stat().st_mtime, time.monotonic() + self._stale_s
         if self._now() - beat > self._stale_s:
             return
-        self._tell(
-            f"{self._path} was left by {_describe(holder)}; waiting up to {self._stale_s:.0f} s for a sign of life"
-        )
+        self._tell(refusal("old_lock", path=self._path, holder=_describe(holder), seconds=self._stale_s))
         while time.monotonic() < until:
             if self._path.stat().st_mtime > beat:
                 raise self._refusal()
@@ -133,10 +132,7 @@ class RunLock:
             probe.unlink(missing_ok=True)
 
     def _refusal(self) -> ConfigError:
-        holder = _describe(read_holder(self._path))
-        return ConfigError(
-            f"{self._path.parent} is in use by {holder}; wait for its end, stop it, or choose another run.dir"
-        )
+        return ConfigError(refusal("run_in_use", folder=self._path.parent, holder=_describe(read_holder(self._path))))
 
     def _write(self, owner: dict[str, Any]) -> None:
         """Write in place, because the lock belongs to the file and not to its name."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, get_args
 
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, reworded
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -144,13 +144,11 @@ class MetricsLog:
         return len(dropped)
 
     def _close_files(self) -> None:
-        if self._file is not None:
-            self.sync()
-            self._file.close()
-            self._file = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        self.sync()
+        for stream in (self._file, self._tensorboard):
+            if stream is not None:
+                stream.close()
+        self._file = self._tensorboard = None
 
     def _mirror(self, kind: Kind, step: int, prefix: str, values: dict[str, float]) -> None:
         if self._use_tensorboard:
@@ -212,10 +210,8 @@ def _to_json(record: Record) -> str:
 
 
 def _from_json(line: bytes) -> Record:
-    try:
+    with reworded(RecursionError, ValueError, "nested too deeply: "):
         record = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
     if not isinstance(record, dict) or not all(name in record for name in HEADER):
         raise ValueError(f"expected a JSON object with {', '.join(HEADER)}")
     indices = [record["step"]] if record["kind"] != "minibatch" else [record["step"], record["minibatch"]]
@@ -235,12 +231,9 @@ def _number(name: str, value: object) -> float:
 
 
 def _start_wandb(project: str, run_dir: Path) -> Any:
-    try:
+    problem = f"log.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or leave it out; "
+    with reworded(ImportError, ConfigError, problem):
         import wandb
-    except ImportError:
-        raise ConfigError(
-            f"log.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or leave it out"
-        ) from None
     run = wandb.init(project=project, dir=str(run_dir), group=run_dir.resolve().name)
     run.define_metric("*", step_metric="global_step")
     return run

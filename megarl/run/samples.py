@@ -26,12 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import DataError
+from megarl.errors import DataError, reworded
 from megarl.run.fields import require_fields
 
 NAME = "responses.jsonl.gz"
 _BLOCK = 1 << 16
 _LARGEST_MEMBER = 1 << 30
+_READABLE = "); the steps before can be read"
 
 
 def pack(responses: Sequence[Mapping[str, Any]]) -> bytes:
@@ -84,10 +85,8 @@ def _members(path: Path) -> Iterator[tuple[int, bytes]]:
                 unread = b""
                 if not block:
                     return  # the end of the file, or a member that a kill has cut off
-                try:
+                with reworded(zlib.error, DataError, f"{path}: byte {begin}: damaged (", _READABLE):
                     content += unpack.decompress(block)
-                except zlib.error as error:
-                    raise DataError(f"{path}: byte {begin}: damaged ({error}); the steps before can be read") from error
                 if len(content) > _LARGEST_MEMBER:
                     raise DataError(f"{path}: byte {begin}: a step of more than {_LARGEST_MEMBER} bytes")
             unread = unpack.unused_data
@@ -96,14 +95,10 @@ def _members(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(path: Path, line: bytes) -> dict[str, Any]:
-    try:
+    with reworded((ValueError, RecursionError), DataError, f"{path}: found {line[:60]!r}, no response of a run: "):
         response = json.loads(line)
         require_fields(response, "response")
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: found {line[:60]!r}, no response of a run: {error}") from error
-    are_pairs = all(
-        isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in response["parts"]
-    )
+    are_pairs = all(isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in response["parts"])
     if not are_pairs or not all(isinstance(value, int | float) for value in response["rewards"].values()):
         raise DataError(f"{path}: expected the parts of a response as pairs of texts, and its rewards as numbers")
     return response

@@ -77,8 +77,7 @@ def _read_launch(run_dir: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(record.get("says"), str):
         return record | {"says": "launch.json is damaged"}
-    has_ended = record["says"].startswith(("finished", "stopped", "gave up"))
-    if not has_ended and not is_held(run_dir / "launch.lock"):
+    if not record["says"].startswith(("finished", "stopped", "gave up")) and not is_held(run_dir / "launch.lock"):
         record["says"] = f"gone; its last word: {record['says']}"
     return record
 
@@ -228,9 +227,8 @@ class HealthVerdict:
 
     def lines(self) -> list[str]:
         """Return the verdict for a terminal."""
-        since = "" if self.since is None else f" since step {self.since}"
-        head = f"{self.level}{since}, {self.check}: {self.found}"
-        return [head, f"  cause:  {self.cause}", f"  advice: {self.advice}"]
+        head = self.level + ("" if self.since is None else f" since step {self.since}")
+        return [f"{head}, {self.check}: {self.found}", f"  cause:  {self.cause}", f"  advice: {self.advice}"]
 
 
 _VERDICTS = TypeAdapter(list[HealthVerdict] | None)

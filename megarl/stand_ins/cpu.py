@@ -32,13 +32,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-_RETARGETED_MODULES = (
-    "distributed.param_and_grad_buffer dist_checkpointing.exchange_utils"
-    " dist_checkpointing.strategies.state_dict_saver models.common.language_module.language_module"
-    " optimizer.clip_grads optimizer.distrib_optimizer optimizer.grad_scaler optimizer.optimizer"
-    " pipeline_parallel.schedules pipeline_parallel.utils tensor_parallel.data transformer.moe.moe_utils"
-    " transformer.utils utils"
-)  # in megatron.core
+from megarl.files.texts import read_table
 
 
 class _Stream:
@@ -92,7 +86,7 @@ def enable() -> bool:
     distributed_c10d.ProcessGroupGloo = _SharedLoopGloo
     with _eager_functions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        names = [f"megatron.core.{name}" for name in _RETARGETED_MODULES.split()]
+        names = [f"megatron.core.{name}" for name in read_table(__file__)["retargeted"]]
         modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
     for module in modules:
         _retarget(module)
@@ -154,8 +148,7 @@ def _replace_literals(constant: Any) -> Any:
 def _retarget(module: types.ModuleType) -> None:
     """Remedy 2: replace device literals in all functions and methods that the module defines."""
     for value in list(vars(module).values()):
-        members = vars(value).values() if isinstance(value, type) else (value,)
-        for member in members:
+        for member in vars(value).values() if isinstance(value, type) else (value,):
             function = getattr(member, "__func__", getattr(member, "fget", member))
             while function is not None:
                 if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:

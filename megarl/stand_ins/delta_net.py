@@ -43,9 +43,8 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
         between = (since_start[..., :, None] - since_start[..., None, :]).tril().exp().tril()
         b, kept = b[..., None], since_start.exp()[..., None]
         # What a token writes depends on what earlier tokens of the chunk write: a triangular system.
-        mixed = torch.linalg.solve_triangular(
-            b * (k @ k.mT) * between, b * (v - kept * (k @ state)), upper=False, unitriangular=True
-        )
+        system, values = b * (k @ k.mT) * between, b * (v - kept * (k @ state))
+        mixed = torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
         outputs.append(kept * (q @ state) + ((q @ k.mT) * between) @ mixed)
         state = kept[..., -1:, :] * state + (k * between[..., -1, :, None]).mT @ mixed
     return torch.cat(outputs, 2).transpose(1, 2)

@@ -24,29 +24,17 @@ from typing import Any
 import torch
 
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table, refusal
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins import cpu
 
 _NAME = "transformer_engine"
-_SILENCED = (
-    "Apex is not installed",
-    "Transformer Engine and Apex are not installed",
-    "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",
-    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
-    ".*`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
-    "Please use DTensor instead and we are deprecating ShardedTensor",
-    "TypedStorage is deprecated",
-    "torch.distributed.reduce_op is deprecated",
-)
-"""Warnings that every rank would print and no user can act on: absent optional kernels (``megarl doctor`` reports
-those), names that torch will rename, Megatron's use of deprecated defaults."""
 
 
 def enable() -> bool:
     """Apply all stand-ins to this process; see ``megarl.enable_cpu``."""
     hide_unusable()
-    for message in _SILENCED:
+    for message in read_table(__file__)["silenced"]:
         warnings.filterwarnings("ignore", message=message)
     is_on_cpu = cpu.enable()
     stand_in()
@@ -62,11 +50,7 @@ def find_te() -> tuple[bool, str | None]:
         importlib.import_module(f"{_NAME}.pytorch")
     except Exception as error:  # of any kind: shared libraries of another torch or CUDA
         problem = " ".join(f"{type(error).__name__}: {error}".split())
-        warnings.warn(
-            f"Transformer Engine is installed but cannot be imported ({problem}): found none that fits this torch, "
-            "training with Megatron's local layers, which are slower; install one that fits, or uninstall it",
-            stacklevel=2,
-        )
+        warnings.warn(refusal("unfit_te", problem=problem), stacklevel=2)
         return False, problem
     return True, None
 
@@ -81,10 +65,7 @@ def hide_unusable() -> None:
     if find_te()[0] or importlib.util.find_spec(_NAME) is None:
         return
     if "megatron.core" in sys.modules:
-        raise ConfigError(
-            "Megatron was imported before megarl.enable_cpu(), while Transformer Engine is installed but cannot be "
-            "used here: Megatron's modules may disagree about it. Call megarl.enable_cpu() before importing Megatron"
-        )
+        raise ConfigError(refusal("late_enable_cpu"))
     for module in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
         del sys.modules[module]
     sys.modules[_NAME] = None  # type: ignore[assignment] # Python's way to say that an import fails

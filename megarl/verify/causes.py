@@ -27,10 +27,8 @@ LEAST_VOTES = 4
 """Rows that must have moved equally far, or agree; fewer do by chance."""
 
 
-_KINDS = (
-    "empty zeros constant fewer more shifted transposed micro_batch layer low_byte renumbered run draft native other"
-)
-KINDS = frozenset(_KINDS.split())
+_ROWS = "empty zeros constant fewer more shifted transposed run"
+KINDS = frozenset(f"{_ROWS} micro_batch layer low_byte renumbered draft native other".split())
 """docs/verify.md says what each means."""
 
 
@@ -175,10 +173,8 @@ def _run(
                 origins[key].append((index, row))
         if num_indexed > MOST_INDEXED:
             break
-    moves = [
-        [(index, row - place) for index, row in origins.get(key, ())]
-        for place, key in zip(places.tolist(), _hash_rows(bits[:, layers]), strict=True)
-    ]
+    keys = zip(places.tolist(), _hash_rows(bits[:, layers]), strict=True)
+    moves = [[(index, row - place) for index, row in origins.get(key, ())] for place, key in keys]
     votes = Counter(move for options in moves if len(options) <= 2 for move in options)
     best_moves = [max(options, key=lambda move: votes[move], default=(0, 0)) for options in moves]
     has_moved = np.array([votes[move] >= LEAST_VOTES for move in best_moves])

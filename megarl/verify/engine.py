@@ -6,7 +6,6 @@ unless ``update`` is set.
 """
 
 import hashlib
-import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,16 +19,17 @@ from uuid import uuid4
 import numpy as np
 from safetensors import safe_open
 
-from megarl.errors import ConfigError, MegarlError, RequestError, TraceError, printable
+from megarl.errors import ConfigError, MegarlError, RequestError, TraceError, printable, reworded
 from megarl.files.foreign_json import parse_json
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import read_table
 from megarl.routes.disagreement import shared_experts
 from megarl.routes.trace import RoutingTrace
 from megarl.verify.engine_client import Answer, EngineClient
 from megarl.verify.trace_files import compare_traces
 
 Verdict = Literal["ok", "fails", "not asked", "not answered"]
-CONTRACT: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+CONTRACT = read_table(__file__)
 MIN_OVERLAP = 0.75
 """Rows that share less of their experts (mean over layers) are rows of different tokens."""
 PROMPT, RESPONSE, BATCH, MAX_REQUESTS = 48, 16, 16, 256
@@ -75,14 +75,14 @@ def check_engine(url: str, api_key: str | None = None, timeout_s: float = 600.0,
                 raise _SkipError(f"needs {point['needs']}", "not asked")
             if checks and checks[0].verdict == "fails":
                 raise _SkipError("see routes", "not answered")
-            found = getattr(probe, f"ask_{name}")()
+            text = getattr(probe, f"ask_{name}")()
         except _SkipError as skip:
-            found, verdict = skip.args
+            text, verdict = skip.args
         except MegarlError as error:
-            found, verdict = str(error), "fails"
+            text, verdict = str(error), "fails"
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            found, verdict = f"an answer of another form ({error!r})", "fails"
-        checks.append(EngineCheck(name.replace("_", " "), verdict, found, point["expected"], point["remedy"]))
+            text, verdict = f"an answer of another form ({error!r})", "fails"
+        checks.append(EngineCheck(name.replace("_", " "), verdict, text, point["expected"], point["remedy"]))
     return checks
 
 
@@ -133,17 +133,17 @@ class _Probe:
         self.versions.update(*(answer.versions for answer in answers))
         return answers
 
-    def compare(self, found: Answer, expected: Answer, exact: int = 0) -> str:
+    def compare(self, actual: Answer, expected: Answer, exact: int = 0) -> str:
         """TraceError unless rows are the expected ones up to the first different token, the first ``exact`` in all."""
-        first, last = max(found.start, expected.start), min(len(found.tokens), len(expected.tokens)) - 1
-        changed = np.not_equal(found.tokens[:last], expected.tokens[:last])
+        first, last = max(actual.start, expected.start), min(len(actual.tokens), len(expected.tokens)) - 1
+        changed = np.not_equal(actual.tokens[:last], expected.tokens[:last])
         last = int(np.append(changed, True).argmax())
-        used, wanted = (_cut(answer.trace(self.shape), first, last) for answer in (found, expected))
-        shared = shared_experts(used.experts, wanted.experts) / self.shape.topk
-        wrong = ~(used.row_mask & wanted.row_mask) | (shared.mean(1) < MIN_OVERLAP)
-        wrong |= (np.arange(first, last) < exact) & (shared < 1).any(1)
-        text = f"{np.mean(shared < 1):.2%} of {shared.size} (row, layer) pairs differ"
-        if wrong.any() or np.mean(shared < 1) > self.max_flip:
+        used, wanted = (_cut(answer.trace(self.shape), first, last) for answer in (actual, expected))
+        overlap = shared_experts(used.experts, wanted.experts) / self.shape.topk
+        wrong = ~(used.row_mask & wanted.row_mask) | (overlap.mean(1) < MIN_OVERLAP)
+        wrong |= (np.arange(first, last) < exact) & (overlap < 1).any(1)
+        text = f"{np.mean(overlap < 1):.2%} of {overlap.size} (row, layer) pairs differ"
+        if wrong.any() or np.mean(overlap < 1) > self.max_flip:
             rows = (first + np.flatnonzero(wrong)).tolist()
             causes = compare_traces([wanted], [used], self.shape.moe_layers).causes
             why = "; ".join(cause.text.partition(": ")[2] for cause in causes)
@@ -191,10 +191,10 @@ class _Probe:
 
     def ask_token_of_a_row(self) -> str:
         prompt, last = self.prompt(), PROMPT - 1
-        others = {*self.prompt(2 * BATCH)} - {prompt[last]}
-        traces = [a.trace(self.shape) for a in self.ask([prompt, *([*prompt[:last], token] for token in others)])]
-        shared = [shared_experts(one.experts, traces[0].experts)[:PROMPT] for one in traces[1:]]
-        shares = np.mean(shared, (0, 2)) / self.shape.topk
+        tokens = {*self.prompt(2 * BATCH)} - {prompt[last]}
+        traces = [a.trace(self.shape) for a in self.ask([prompt, *([*prompt[:last], token] for token in tokens)])]
+        overlaps = [shared_experts(trace.experts, traces[0].experts)[:PROMPT] for trace in traces[1:]]
+        shares = np.mean(overlaps, (0, 2)) / self.shape.topk
         changed = np.flatnonzero(shares < MIN_OVERLAP).tolist()
         if changed[:1] != [last]:
             raise TraceError(f"prompts that differ in token {last} have different routes in rows {changed[:5]}")
@@ -208,9 +208,9 @@ class _Probe:
 
     def ask_batch(self) -> str:
         ranks = self.info.get("dp_size") or 1
-        others = [self.prompt(int(size)) for size in self.random.integers(2, PROMPT, BATCH * ranks)]
-        found = self.compare(self.ask([self.first.tokens, *others])[0], self.first)
-        return f"in a batch of {len(others) + 1} on {ranks} data-parallel ranks: {found}"
+        prompts = [self.prompt(int(size)) for size in self.random.integers(2, PROMPT, BATCH * ranks)]
+        rows = self.compare(self.ask([self.first.tokens, *prompts])[0], self.first)
+        return f"in a batch of {len(prompts) + 1} on {ranks} data-parallel ranks: {rows}"
 
     def ask_decode(self) -> str:
         draft = self.info.get("speculative_algorithm") or "no"
@@ -245,10 +245,10 @@ class _Probe:
     def ask_later_turn(self) -> str:
         prompt, start = [*self.first.tokens, *self.prompt(4)], len(self.first.tokens) - 1
         part, whole = self.ask([prompt], salt=self.salt, start=start)[0], self.ask([prompt])[0]
-        found = self.compare(part, whole)
+        rows = self.compare(part, whole)
         if len(part.meta["routed_experts"]) >= len(whole.meta["routed_experts"]):
             raise TraceError(f"the answer has all rows, although those from {start} on were asked for")
-        return f"from row {start} of {len(prompt)} on: {found}"
+        return f"from row {start} of {len(prompt)} on: {rows}"
 
     def ask_retraction(self) -> str:
         capacity = self.info["max_total_num_tokens"]
@@ -261,12 +261,12 @@ class _Probe:
             return answer if answer.meta.get("num_retractions") else None
 
         with ThreadPoolExecutor(num) as pool:
-            found = [one for one in pool.map(ask, [self.prompt(BATCH) for _ in range(num)]) if one]
-        if not found:
+            retracted = [answer for answer in pool.map(ask, [self.prompt(BATCH) for _ in range(num)]) if answer]
+        if not retracted:
             raise _SkipError(f"none of {num} requests of {size} tokens was retracted", "not answered")
-        pairs = [(answer, self.ask([answer.tokens], scores_prompt=True)[0]) for answer in found[:4]]
+        pairs = [(answer, self.ask([answer.tokens], scores_prompt=True)[0]) for answer in retracted[:4]]
         texts = [f"{self.compare(*pair)}; {self.compare_logprobs(*pair)}" for pair in pairs]
-        return f"{len(found)} of {num} requests were retracted; the last: {texts[-1]}"
+        return f"{len(retracted)} of {num} requests were retracted; the last: {texts[-1]}"
 
     def ask_kept_sets(self) -> str:
         answer = self.ask([self.prompt()], RESPONSE, top_p=self.top_p)[0]
@@ -300,10 +300,8 @@ class _Probe:
         """SGLang's checksum on a CPU begins the sha256 of a tensor's bytes."""
         if not (biases := _read_biases(self.folder)):
             raise _SkipError("the checkpoint has no e_score_correction_bias that bf16 would round", "not asked")
-        try:
+        with reworded(RequestError, lambda text: _SkipError(text, "not answered")):
             sums = self.client.call("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
-        except RequestError as error:
-            raise _SkipError(str(error), "not answered") from error
         kinds = set[str]()
         for name, exact in biases.items():
             bits = exact.view("<u4")
@@ -329,9 +327,9 @@ def _is_rounded(values: np.ndarray) -> bool:
 
 def _read_biases(folder: Path) -> dict[str, np.ndarray]:
     """The checkpoint's expert biases in float32 that bf16 does not hold."""
-    found = dict[str, np.ndarray]()
+    biases = dict[str, np.ndarray]()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "numpy") as file:
             names = [name for name in file.keys() if name.endswith("e_score_correction_bias")]  # noqa: SIM118
-            found |= {name: file.get_tensor(name) for name in names if file.get_slice(name).get_dtype() == "F32"}
-    return {name: values for name, values in found.items() if not _is_rounded(values)}
+            biases |= {name: file.get_tensor(name) for name in names if file.get_slice(name).get_dtype() == "F32"}
+    return {name: values for name, values in biases.items() if not _is_rounded(values)}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import ConfigError, RequestError, RolloutError, TraceError
+from megarl.errors import ConfigError, RequestError, RolloutError, TraceError, reworded
 from megarl.files.foreign_json import UNPACKED
 from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import routes_from_sglang
@@ -84,12 +84,11 @@ class EngineClient:
     def call(self, path: str, body: Any = None) -> Any:
         """Return the JSON of an answer, to a POST if there is a body; None without such a page. RolloutError without an
         answer, RequestError for a refusal."""
-        try:
+        problem, advice = f"no answer from {self.url} (", "): start it, or correct the URL"
+        with reworded(self._errors, RolloutError, problem, advice, repr):
             answer = self._http.request("GET" if body is None else "POST", f"{self.url.rstrip('/')}{path}", json=body)
             if answer.is_success or answer.status_code == 404:
                 return answer.json() if answer.is_success else None
-        except self._errors as error:
-            raise RolloutError(f"no answer from {self.url} ({error!r}): start it, or correct the URL") from error
         raise RequestError(f"{answer.url}: HTTP {answer.status_code}: {answer.text[:300]}")
 
     def ask(

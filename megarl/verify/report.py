@@ -63,10 +63,8 @@ class RoutingReport:
     def __str__(self) -> str:
         if not self.compared.size and not self.missing:
             return "routing: nothing was watched"
-        lines = [
-            f"routing: {self.right.sum():,} of {self.compared.sum():,} rows are right, in {len(self.compared)} "
-            f"micro-batches and {len(self.layers)} layers"
-        ]
+        size = f"{len(self.compared)} micro-batches and {len(self.layers)} layers"
+        lines = [f"routing: {self.right.sum():,} of {self.compared.sum():,} rows are right, in {size}"]
         if self.exempt_layers:
             lines.append(f"not replayed: layers {list(self.exempt_layers)} take experts from a table of token ids")
         if self.recomputed.any():
@@ -131,11 +129,9 @@ def _compare(
         return
     if not report.first_wrong:
         row, column = np.argwhere(wrong)[0].tolist()
-        meant = target.bits[index[row], column]
-        report.first_wrong = (
-            f"{place}, layer {report.layers[column]}, row {used.rows[row]}: experts "
-            f"{list_experts(used.bits[row, column])}, expected {list_experts(meant)}"
-        )
+        experts, meant = (list_experts(bits[column]) for bits in (used.bits[row], target.bits[index[row]]))
+        pair = f"layer {report.layers[column]}, row {used.rows[row]}"
+        report.first_wrong = f"{place}, {pair}: experts {experts}, expected {meant}"
     if len(report.causes) < MOST_CAUSES:
         cause = find_cause(micro, used, wrong, expected)
         report.causes.append(replace(cause, text=f"{place} ({np.count_nonzero(wrong):,} rows): {cause.text}"))

@@ -32,8 +32,8 @@ def compare_trace_files(expected: Path, used: Path) -> RoutingReport:
 
 def compare_traces(expected: list[RoutingTrace], used: list[RoutingTrace], layers: Sequence[int]) -> RoutingReport:
     """Compare traces by place; rows that one of a pair does not have are not compared."""
-    used_sets, expected_sets = (
-        [ExpertSets.of_experts(trace.experts, trace.num_experts, trace.row_mask) for trace in traces]
-        for traces in (used, expected)
-    )
-    return compare_routes(used_sets, expected_sets, layers)
+
+    def sets_of(traces: list[RoutingTrace]) -> list[ExpertSets]:
+        return [ExpertSets.of_experts(trace.experts, trace.num_experts, trace.row_mask) for trace in traces]
+
+    return compare_routes(sets_of(used), sets_of(expected), layers)

@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.replay.checks import fitting_shape
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import Replaced, cp_position, split_position, unwrap
@@ -126,8 +127,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         fingerprint = hidden[:: max(1, len(hidden) // FINGERPRINT)][:FINGERPRINT].float()
         fingerprint = torch.nn.functional.pad(fingerprint, (0, FINGERPRINT - len(fingerprint)))  # a copy
         is_recomputation = torch._C._current_graph_task_id() != -1
-        num_zero_gates = (rows & (gates == 0)).sum()
-        call = _Call(len(routing_map), stride, pack_bits(rows), num_zero_gates, fingerprint)
+        call = _Call(len(routing_map), stride, pack_bits(rows), (rows & (gates == 0)).sum(), fingerprint)
         calls[is_recomputation].append(call)
         return original(*positional, **keywords)
 
@@ -143,10 +143,8 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
             return compare_routes([], [], self.layers)
         for micro, routes in enumerate(expected):
             if routes.experts.dim() != 3 or routes.experts.size(1) != len(self.layers):
-                raise ReplayError(
-                    f"micro-batch {micro}: expected routes are {list(routes.experts.shape)}, but this rank has "
-                    f"{len(self.layers)} MoE layers, numbers {self.layers}; give [tokens, {len(self.layers)}, K]"
-                )
+                facts = {"shape": list(routes.experts.shape), "num": len(self.layers), "layers": self.layers}
+                raise ReplayError(refusal("other_columns", micro=micro, **facts))
         calls = [self._calls.get(layer, ([], [])) for layer in self._decoder_layers]
         passes = _by_micro_batch([forward for forward, _ in calls])
         sets = [_sets_of(routes, self.shape.num_experts) for routes in expected]

@@ -13,9 +13,11 @@ from train_world import World
 
 from megarl import cli
 from megarl.errors import DataError, MegarlError
+from megarl.files.texts import read_table
+from megarl.ops.report import series
 from megarl.ops.report.figures import COLORS, Run, make_figures
 from megarl.ops.report.report import render_verdicts, write_report
-from megarl.ops.report.series import Curve, Panel, make_curves, read_panels, read_table, thin
+from megarl.ops.report.series import Curve, Panel, make_curves, read_panels, thin
 from megarl.run.metrics_log import MetricsLog, read_metrics
 from megarl.trainer.loop import train
 
@@ -138,7 +140,7 @@ def test_every_panel_has_a_figure_and_links_into_the_glossary(whole_run: Path) -
     assert list(cards) == list(PANELS)
     figures = embedded(page, "figures")
     anchors = {unescape(name) for name in re.findall(r'<div id="(metric-[^"]*)"><dt>', page)}
-    assert anchors == {f"metric-{name}" for name in read_table("glossary.toml")}
+    assert anchors == {f"metric-{name}" for name in read_table(series.__file__, "glossary.toml")}
     placed = []
     for key, card in cards.items():
         links = re.findall(r'<a href="#([^"]*)"', card)

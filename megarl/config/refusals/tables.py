@@ -18,8 +18,7 @@ baseline."""
 def between_tables(config: Tables) -> Iterator[Row]:
     """Yield all rules between tables; ConfigError from what a rule has to resolve."""
     old_logprobs = [_old_logprobs] if config.train.old_logprobs == "rollout" else []
-    of_first = [_sizes, _sampling, _advantages, _groups, _megatron, _replay]
-    for rules in (*of_first, *old_logprobs, _engine, _judgement):
+    for rules in (_sizes, _sampling, _advantages, _groups, _megatron, _replay, *old_logprobs, _engine, _judgement):
         yield from rules(config)
 
 
@@ -95,12 +94,8 @@ def _groups(config: Tables) -> Iterator[Row]:
     yield config.row("group_of_1", reason and (draws_one or trained == 1), key=key, reason=reason)
 
 
-_MEGATRON_NUMBERS = (
-    "moe_expert_capacity_factor",
-    "mlp_chunks_for_training",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-)
+_STAGES = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+_MEGATRON_NUMBERS = ("moe_expert_capacity_factor", "mlp_chunks_for_training", *_STAGES)
 """Fields that megarl itself reads, before Megatron does."""
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE
 from megarl.errors import ConfigError, NumericsError
+from megarl.files.texts import refusal
 
 Values = Tensor | np.ndarray | Sequence[float]
 
@@ -133,10 +134,7 @@ def normalize_by_pool(
         squares = torch.zeros_like(mean).index_add(0, inverse, center(pool, inverse).square())
         divisor = (squares / (counts - ddof).clamp(min=1)).sqrt().clamp(min=floor)
     elif bool((pool < 0).any()):
-        raise ConfigError(
-            f'credit.scale: found "{scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
-            f'{float(pool.min()):g}; set credit.scale = "none" or "std", or change the reward'
-        )
+        raise ConfigError(refusal("negative_reward", scale=scale, lowest=float(pool.min())))
     else:
         divisor = mean + rate_eps if scale == "rate" else (mean + rate_eps).sqrt()
     flat = uniform | (divisor == 0)
@@ -165,10 +163,8 @@ def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
     finite = torch.isfinite(rewards)
     if not bool(finite.all()):
         first = int((~finite).nonzero()[0])
-        raise NumericsError(
-            f"the reward of response {first} (group {groups[first].item()}) is {rewards[first].item()}, expected a "
-            "finite number"
-        )
+        facts = {"response": first, "group": groups[first].item(), "reward": rewards[first].item()}
+        raise NumericsError(refusal("infinite_reward", **facts))
     _, inverse = torch.unique(groups.to(rewards.device), return_inverse=True)
     return rewards, inverse
 
@@ -206,8 +202,6 @@ def center(values: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Te
 
 def extremes(rewards: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest reward of each group, [B] each."""
-    num_groups = int(inverse.max()) + 1 if inverse.numel() else 0
-    empty = rewards.new_zeros(num_groups)
+    empty = rewards.new_zeros(int(inverse.max()) + 1 if inverse.numel() else 0)
     lowest = empty.scatter_reduce(0, inverse, rewards, reduce="amin", include_self=False)
-    highest = empty.scatter_reduce(0, inverse, rewards, reduce="amax", include_self=False)
-    return lowest, highest
+    return lowest, empty.scatter_reduce(0, inverse, rewards, reduce="amax", include_self=False)

@@ -84,10 +84,8 @@ def token_level_kl(
 def _check_columns(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> None:
     """Refuse columns of different shapes, and what is no log-probability on a loss token."""
     if not logprobs.shape == ref_logprobs.shape == loss_mask.shape or logprobs.dim() != 1:
-        raise ValueError(
-            f"logprobs {list(logprobs.shape)}, ref_logprobs {list(ref_logprobs.shape)} and loss_mask "
-            f"{list(loss_mask.shape)} must all be [T]"
-        )
+        shapes = [list(column.shape) for column in (logprobs, ref_logprobs, loss_mask)]
+        raise ValueError(f"logprobs, ref_logprobs and loss_mask are {shapes}, and must all be [T]")
     ratios.check_cu_seqlens(cu_seqlens, logprobs.numel())
     for name, column in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
         bad = loss_mask & ~ratios.is_logprob(column)

@@ -92,9 +92,8 @@ def grpo_sum(components: Values, weights: Values, groups: Values, ddof: int = 1,
     rewards = as_tensor(components).double()
     factors = as_tensor(weights).double().to(rewards.device)
     if rewards.dim() != 2 or factors.shape != rewards.shape[1:] or not factors.numel():
-        raise ValueError(
-            f"components {list(rewards.shape)} and weights {list(factors.shape)}, expected [N, M] and [M] with M >= 1"
-        )
+        shapes = f"components {list(rewards.shape)} and weights {list(factors.shape)}"
+        raise ValueError(f"{shapes}, expected [N, M] and [M] with M >= 1")
     return torch.stack([grpo(column, groups, ddof, eps) for column in rewards.unbind(1)], 1) @ factors
 
 

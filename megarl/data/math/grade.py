@@ -66,8 +66,7 @@ def is_right(key: Key, response: str) -> bool:
         if words is not None or key.items is None:
             return words is not None and read_words(text) == words
         # A comma may be a decimal comma, or separate two numbers.
-        readings = [text, text.replace(",", ".")] if _DECIMAL_COMMA.fullmatch(text) else [text]
-        for items, forms in map(_read, readings):
+        for items, forms in map(_read, [text, text.replace(",", ".")] if _DECIMAL_COMMA.fullmatch(text) else [text]):
             if forms <= key.forms and are_equal_lists(*as_equations(key.items, items)):
                 return True
     except Exception:  # besides UnreadableError, sympy raises many types for values that cannot be compared

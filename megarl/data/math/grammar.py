@@ -17,24 +17,18 @@ import sympy
 from sympy import E, Float, I, Integer, Mul, N, Rational, S, Symbol, pi
 
 from megarl.data.math.text import CLOSING, CURRENCIES, SCALES, UnreadableError, name_unit
+from megarl.files.texts import read_table
 
+_TABLES = read_table(__file__)
 _MAX_DEPTH = 30
 _MAX_BITS = 20_000
 _MAX_ROOT_BITS = 512
 _MAX_COUNT = 2000
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\approx", r"\equiv"}
 _CONSTANTS = {r"\pi": pi, "e": E, "i": I}
-_FUNCTIONS: dict[str, Any] = {
-    **{f"\\{name}": getattr(sympy, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
-    **{f"\\{name}h": getattr(sympy, f"{name}h") for name in ("sin", "cos", "tan")},
-    **{f"\\arc{name}": getattr(sympy, f"a{name}") for name in ("sin", "cos", "tan")},
-    **{r"\ln": sympy.log, r"\exp": sympy.exp},
-    **dict.fromkeys((r"\log", r"\lg"), lambda value, base=10: sympy.log(value, base)),
-}
-_VARIABLE = re.compile(
-    r"[A-Za-z]|\\mathbb\{[A-Z]\}|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|"
-    r"sigma|tau|(?:var)?phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|infty|ell)"
-)
+_FUNCTIONS: dict[str, Any] = {f"\\{name}": getattr(sympy, of_sympy) for name, of_sympy in _TABLES["functions"].items()}
+_FUNCTIONS |= dict.fromkeys((r"\log", r"\lg"), lambda value, base=10: sympy.log(value, base))
+_VARIABLE = re.compile(rf"[A-Za-z]|\\mathbb\{{[A-Z]\}}|\\(?:{'|'.join(_TABLES['variables'])})")
 _FACTOR = re.compile(rf"\(|\\(?:frac|sqrt|pi|binom)|{_VARIABLE.pattern}|{'|'.join(map(re.escape, _FUNCTIONS))}")
 
 

@@ -1,10 +1,10 @@
 """The text of answers for the reward math_strict: a single spelling, tokens, words, units."""
 
 import re
-import tomllib
-from pathlib import Path
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+from megarl.files.texts import read_table
+
+_TABLES = read_table(__file__)
 CURRENCIES = (r"\$", "€", "£", "¥", "₹", "¢")
 SCALES: dict[str, int] = _TABLES["scales"]
 """Powers of ten."""

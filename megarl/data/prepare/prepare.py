@@ -12,10 +12,10 @@ from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
 from megarl.data.prompts import PromptReader, Text, answer_text, check_messages
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.data.refusals import refusal
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, printable
 from megarl.files.outputs import require_own_files
+from megarl.files.texts import refusal
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 
@@ -50,8 +50,7 @@ def prepare(data: Data) -> Counter[str]:
     records = read_records(data.source, split=data.split, limit=data.limit)
     found = [row for place, record in records if (row := _read(data, reader, counts, place, record)) is not None]
     texts = [text for text, _, _ in found if text is not None]  # no texts without a tokenizer
-    tokens = reader.encode(texts, None) if reader else [[]] * len(found)
-    for (_, digest, row), ids in zip(found, tokens, strict=True):
+    for (_, digest, row), ids in zip(found, reader.encode(texts, None) if reader else [[]] * len(found), strict=True):
         if len(ids) > data.max_prompt_tokens:
             counts["too long"] += 1
         elif digest in answers:

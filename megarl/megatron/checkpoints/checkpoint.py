@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.config import Config
 from megarl.errors import CheckpointError, DamageError
 from megarl.files.pickles import require_plain
+from megarl.files.texts import refusal
 from megarl.files.writing import sha256_of
 from megarl.megatron.checkpoints import state
 from megarl.megatron.checkpoints.folders import MANIFEST, WRITE_ERRORS, read_manifest
@@ -64,9 +65,7 @@ def find_damage(path: Path, run: str = "") -> str | None:
     results = gather_objects(compare())
     unreadable = next((problem for _, problem in results if problem), None)
     if unreadable:  # no damage: the file system may be away
-        raise CheckpointError(
-            f"{path} cannot be read: {unreadable}; if that stays so, remove it to go on from the checkpoint before it"
-        )
+        raise CheckpointError(refusal("unreadable_checkpoint", path=path, problem=unreadable))
     return next((problem for problem in (fault, *(change for change, _ in results)) if problem), None)
 
 
@@ -85,10 +84,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     """
     written = _read_loop(path, policy.shape)
     is_same = written["layout"] == (layout := state.describe_layout(policy))
-    advice = (
-        f". It was written with {written['layout']}, and this is {layout}: other layouts load with "
-        "the distributed optimizer, else continue in the layout that wrote it"
-    )
+    advice = refusal("other_layout", written=written["layout"], layout=layout)
     with _explain_errors(path, "does not load into this run", advice):
         targets = state.sharded_state(policy, is_loading=True)
         if not is_same:
@@ -128,10 +124,8 @@ def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
     expected = shape.describe()
     for key in sorted({*written_by, *expected}):
         if written_by.get(key) != expected.get(key):
-            raise CheckpointError(
-                f"{path} is of another model: {key} is {written_by.get(key)!r}, expected {expected.get(key)!r}; "
-                "remove it, choose another run.dir, or set model.path back"
-            )
+            facts = {"key": key, "value": written_by.get(key), "expected": expected.get(key)}
+            raise CheckpointError(refusal("other_model", path=path, **facts))
     return loop
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.errors import DamageError, DataError, SaveError
+from megarl.errors import DamageError, DataError, SaveError, reworded
 from megarl.files.foreign_json import MOST_JSON_BYTES, parse_json, read_regular
 from megarl.files.outputs import IsOwn, find_foreign, free_name, matches, partial_of, remove_own, replace_folder
 from megarl.files.writing import describe_write_error, read_record, sha256_of, sync, write_atomically
@@ -190,11 +190,9 @@ def read_run(path: Path) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     """A manifest of exactly these fields and types; DamageError for anything else."""
-    try:
+    with reworded(DataError, DamageError, f"{file} is not the file that was written (", ")"):
         data = read_regular(file, MOST_JSON_BYTES)
         record = parse_json(data, str(file), MOST_JSON_BYTES)
-    except DataError as error:
-        raise DamageError(f"{file} is not the file that was written ({error})") from error
     if not isinstance(record, dict) or not record.pop("sha256", None) or _encode(record) != data:
         raise DamageError(f"{file} is not the file that was written")
     kinds = {key: type(value) for key, value in record.items()}

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,20 @@ from megarl import enable_cpu
 from megarl.config import Config, SGLangConfig, megatron_fields
 from megarl.engines.sglang.versions import NEWEST, dotted, installed_release
 from megarl.errors import ConfigError, MegarlError, describe
+from megarl.files.texts import read_table
 from megarl.ops.doctor.inputs import check_gpus
 from megarl.ops.doctor.report import Finding, find
 from megarl.ops.patching.patch import PatchError, find_installed
 
-_TRAIN = (
-    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "jinja2", "pebble", "plotly", "psutil"),
-    *("rich", "safetensors", "tensorboard", "tomli-w", "transformers"),
-)
+_PACKAGES: dict[str, list[str]] = read_table(__file__)
+_TRAIN = _PACKAGES["train"]
 """What the extra ``train`` installs, beside Megatron-Core."""
-_OPTIONAL = (
-    *("numpy", "pydantic", "megatron-core", "triton", "transformer-engine", "apex", "grouped_gemm", "wandb", "sglang"),
-)
 _TE_FITS_0_16 = r"2\.(9|10|11)\b"
 
 
 def versions() -> dict[str, str | None]:
     """Return the release of Python and of each needed or usable package; None for an absent package."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in (*_TRAIN, *_OPTIONAL)}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in (*_TRAIN, *_PACKAGES["optional"])}}
 
 
 def _version(distribution: str) -> str | None:
@@ -62,19 +58,15 @@ def check_machine(
         tried, facts = run_trial(config, absent | ({"megatron"} if "megatron_core" in absent else set()), failed)
         checks += tried
     if "torch" in facts:
-        checks += [_check_devices(facts), *(check_gpus(config, facts["gpus"]) if config else ())]
+        device = "gpus" if facts["gpus"] else "unusable_gpu" if has_gpu() else "cpu"
+        checks += [find(device, cores=os.cpu_count(), **facts)]
+        checks += check_gpus(config, facts["gpus"]) if config else ()
     checks += [_check_te(releases["transformer-engine"], facts)]
     if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
         checks.append(_check_sglang(config, releases["sglang"]))
     if config is None or "python" in config.environment.tools:
         checks += _check_bubblewrap(is_needed=config is not None)
     return checks
-
-
-def _check_devices(facts: dict[str, Any]) -> Finding:
-    if facts["gpus"]:
-        return find("gpus", **facts)
-    return find("unusable_gpu", **facts) if has_gpu() else find("cpu", cores=os.cpu_count())
 
 
 def has_gpu() -> bool:
@@ -137,8 +129,6 @@ def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
 
 Attempt = Callable[[], object]
 """Raises the problem; a returned dictionary holds facts, such as a note."""
-_SINGLE = ("psutil", "safetensors", "transformers", "datasets", "sympy", "pebble", "torch.utils.tensorboard")
-"""Modules that the trainer imports late, or behind another module; each is tried alone."""
 
 
 def run_trial(
@@ -153,8 +143,8 @@ def run_trial(
     with redirect_stdout(sys.stderr):  # the report has stdout for itself
         for name, attempt in attempts(config, failed):
             try:
-                found = attempt()
-                facts |= found if isinstance(found, dict) else {}
+                result = attempt()
+                facts |= result if isinstance(result, dict) else {}
                 if note := facts.pop("note", ""):
                     checks.append(Finding(name, "ok", note))
             except MegarlError as error:
@@ -170,7 +160,7 @@ def attempts(config: Config | None, failed: Collection[str]) -> Iterator[tuple[s
     """Yield (name, attempt) for the imports and the trainer's work before the first step, without work on inputs in
     ``failed``."""
     yield "torch", _torch
-    for name in _SINGLE:
+    for name in _PACKAGES["modules"]:
         yield name, lambda name=name: importlib.import_module(name)
     yield "the trainer", _trainer
     yield "attention of transformer-engine", _attend
@@ -255,16 +245,14 @@ def _read_inputs(config: Config, failed: Collection[str]) -> None:
         load_model_tokenizer(config.model)
         return
     is_here = data.heldout is not None and Path(data.heldout).exists()
-    present = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
-    inputs = read_inputs(config.model_copy(update=present | {"eval": config.eval.model_copy(update={"sets": sets})}))
-    try:
+    present: dict[str, Any] = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
+    present["eval"] = config.eval.model_copy(update={"sets": sets})
+    with closing(read_inputs(config.model_copy(update=present))) as inputs:
         if config.reward.function != "reward_model":  # whose servers may start later
             first = inputs.prompts[0]
             judged = inputs.judge.score(prompt=first.text, response=first.answer, answer=first.answer)
             if (error := asyncio.run(judged).error) is not None:
                 raise ConfigError(f"reward.function: with the answer of {first.source} as response: {error}")
-    finally:
-        inputs.close()
 
 
 def _read_weights(folder: str) -> dict[str, Any]:

@@ -1,17 +1,16 @@
 """Report of the doctor: checks and the verdict."""
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megarl.errors import printable
+from megarl.files.texts import read_table
 from megarl.text_table import text_table
 
 Status = Literal["ok", "warning", "failed"]
-_TEXTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
+_TEXTS = read_table(__file__, "findings.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,4 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """verdict, config, checks (name, status, found, expected, advice), versions."""
-        verdict = "ready" if self.ready else "not ready"
-        checks = [asdict(check) for check in self.checks]
-        report = {"verdict": verdict, "config": self.config, "checks": checks, "versions": self.versions}
-        return json.dumps(report, indent=2)
+        return json.dumps({"verdict": "ready" if self.ready else "not ready", **asdict(self)}, indent=2)

@@ -14,6 +14,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from megarl.data.records import require_file, write_jsonl
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Sample, describe_input
 from megarl.engines.protocol import Engine
-from megarl.errors import ConfigError, RewardError, printable
+from megarl.errors import ConfigError, RewardError, printable, reworded
 from megarl.files.outputs import require_own_files, write_output
+from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.checkpoints.folders import complete_checkpoints
@@ -44,15 +46,8 @@ from megarl.run.folder import read_run_id
 from megarl.run.progress import StepProgress
 from megarl.text_table import text_table
 from megarl.trainer.engines import make_engine
-from megarl.trainer.sampling.evaluation import (
-    PlayedBenchmark,
-    Samples,
-    draw,
-    make_environment,
-    score,
-    score_prompts,
-    turn_ends,
-)
+from megarl.trainer.sampling import evaluation as shared
+from megarl.trainer.sampling.evaluation import PlayedBenchmark, Samples
 
 Json = dict[str, Any]
 _STEP_FOLDER = re.compile(r"step_\d+")
@@ -84,9 +79,8 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     tokenizer = load_model_tokenizer(config.model)
     # Servers write below run.dir. Keep the files out of a run in progress.
     config = with_keys(config, run={"dir": str(task.out)})
-    engine = make_engine(config, progress.line)
     tables: dict[str, Json] = {}
-    try:
+    with closing(make_engine(config, progress.line)) as engine:
         _send_weights(engine, config, task.checkpoint, progress)
         for benchmark in request.benchmarks:
             started, name = time.perf_counter(), benchmark.name
@@ -94,8 +88,6 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
             distributed.from_main_rank(lambda: _write_summary(task, tables))
             total = len(task.prompts[name]) * request.samples
             progress.line(f"{name}: {total} responses in {time.perf_counter() - started:.1f} s")
-    finally:
-        engine.close()
     distributed.from_main_rank(lambda: _show(task, tables))
     distributed.shutdown()
     return task.out
@@ -124,10 +116,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if checkpoints := complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"):
         return checkpoints[-1][1]
-    raise ConfigError(
-        f"--checkpoint: {path} holds no complete checkpoint; expected step_<number>, or a folder that has some in it "
-        "or in its folder checkpoints (checkpoint.every writes them); a Hugging Face folder goes to --model.path"
-    )
+    raise ConfigError(refusal("no_complete_checkpoint", path=path))
 
 
 def _prepare(request: EvalRequest) -> Task:
@@ -144,26 +133,21 @@ def _prepare(request: EvalRequest) -> Task:
     tokenizer = load_model_tokenizer(config.model)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
-    make_environment(config.environment, ChatTemplate(tokenizer, {}))
+    shared.make_environment(config.environment, ChatTemplate(tokenizer, {}))
     prompts = {benchmark.name: benchmarks.load(benchmark, tokenizer, config) for benchmark in request.benchmarks}
     require_own_files(out / "eval.json", *(out / name / file for name in prompts for file in _FILES))
-    try:
+    with reworded(OSError, ConfigError, f"--out: {out} cannot be made: "):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: {out} cannot be made: {error}") from error
     return Task(request, checkpoint, out, prompts)
 
 
 def _draw_benchmark(task: Task, benchmark: Benchmark, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Sample, judge and save one benchmark, and return the result; a collective call."""
     config, name, prompts = task.request.config, benchmark.name, task.prompts[benchmark.name]
-    played = distributed.run_together(
-        f"the evaluation on {name}", lambda: PlayedBenchmark.of(benchmark, prompts, config, tokenizer)
-    )
-    try:
-        samples = draw(config, engine, played, task.request.samples, turn_ends(config, tokenizer))
-    finally:
-        played.player.close()
+    parts = benchmark, prompts, config, tokenizer
+    played = distributed.run_together(f"the evaluation on {name}", lambda: PlayedBenchmark.of(*parts))
+    with closing(played.player):
+        samples = shared.draw(config, engine, played, task.request.samples, shared.turn_ends(config, tokenizer))
     gathered = distributed.gather_on_main_rank([_line(key, sample, tokenizer) for key, sample in samples.items()])
     lines = [line for of_rank in gathered or () for line in of_rank]
     return distributed.from_main_rank(lambda: _save(task, benchmark, lines, engine.weight_version))
@@ -184,31 +168,26 @@ def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Json:
     }
 
 
-def _describe_failure(line: Json, prompts: Sequence[Prompt]) -> str:
-    prompt = prompts[line["prompt"]]
-    about = describe_input(prompt=prompt.text, response=line["response"], answer=prompt.answer)
-    return f"{line['error']}; {about}"
-
-
 def _save(task: Task, benchmark: Benchmark, lines: list[Json], version: int) -> Json:
     """Save a benchmark, and return the result; on the main rank. RewardError without any reward."""
     lines.sort(key=lambda line: (line["prompt"], line["sample"]))
     name, prompts = benchmark.name, task.prompts[benchmark.name]
-    first_error = next((_describe_failure(line, prompts) for line in lines if line["error"] is not None), None)
+    first_error = None
+    if (failed := next((line for line in lines if line["error"] is not None), None)) is not None:
+        prompt = prompts[failed["prompt"]]
+        about = describe_input(prompt=prompt.text, response=failed["response"], answer=prompt.answer)
+        first_error = f"{failed['error']}; {about}"
     write_jsonl(task.out / name / "responses.jsonl", lines)
     samples = _to_samples(lines, (len(prompts), task.request.samples), benchmark.threshold)
-    rows = (
-        {"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text}
-        for p, row in zip(prompts, score_prompts(samples), strict=True)
-    )
+    pairs = zip(prompts, shared.score_prompts(samples), strict=True)
+    rows = ({"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text} for p, row in pairs)
     write_jsonl(task.out / name / "prompts.jsonl", rows)
     if not samples.num_judged.any():
-        raise RewardError(
-            f"{name}: no response has a reward, {benchmark.reward} or the environment failed; first: {first_error}"
-        )
+        problem = f"no response has a reward, {benchmark.reward} or the environment failed"
+        raise RewardError(f"{name}: {problem}; first: {first_error}")
     place = {key: getattr(benchmark, key) for key in ("source", "split", "template", "reward")}
     facts = {"weights_version": version, "first_error": first_error}
-    return {**place, **facts, "figures": score(samples, task.request.ks)}
+    return {**place, **facts, "figures": shared.score(samples, task.request.ks)}
 
 
 def _to_samples(lines: Sequence[Json], shape: tuple[int, int], threshold: float) -> Samples:
@@ -243,7 +222,7 @@ def _show(task: Task, tables: Mapping[str, Json]) -> None:
 def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a table with a row per score of each benchmark, and the remarks below."""
     headings = ("benchmark", "score", "value", "95 %, other prompts", "prompts")
-    rows: list[Sequence[str]] = []
+    rows, remarks = list[Sequence[str]](), list[str]()
     for name, result in results.items():
         figures = result["figures"]
         scores = {f"avg@{figures['samples']}": figures["avg"]} | {f"pass@{k}": e for k, e in figures["pass"].items()}
@@ -251,20 +230,10 @@ def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
             ends = entry["other_prompts"]
             shown = f"{entry['value']:.1%}", f"{ends[0]:.1%} to {ends[1]:.1%}" if ends else "", str(entry["prompts"])
             rows.append(("" if index else name, label, *shown))
-        rows.append(("", "judged", f"{figures['judged']} of {figures['responses']}", "", ""))
-        rows.append(("", "length", f"{figures['length_mean']:.1f}", "", ""))
-        rows.append(("", "truncated", f"{figures['truncated']:.1%}", "", ""))
-        rows.append(())
-    remarks = [
-        printable(f"{name}: {line}")
-        for name, result in results.items()
-        if (line := _describe_unjudged(result["figures"], result["first_error"]))
-    ]
+        judged = f"{figures['judged']} of {figures['responses']}"
+        last = {"judged": judged, "length": f"{figures['length_mean']:.1f}", "truncated": f"{figures['truncated']:.1%}"}
+        rows += [*(("", label, value, "", "") for label, value in last.items()), ()]
+        if figures["judged"] != figures["responses"]:
+            counts = f"{name}: {judged} responses judged, the others count as not correct"
+            remarks.append(printable(f"{counts}; first failure: {result['first_error']}"))
     return "\n".join([text_table(rows, headings, words=2), *remarks])
-
-
-def _describe_unjudged(figures: Mapping[str, Any], first_error: str | None) -> str | None:
-    if figures["judged"] == figures["responses"]:
-        return None
-    counts = f"{figures['judged']} of {figures['responses']} responses judged, the others count as not correct"
-    return f"{counts}; first failure: {first_error}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.passes import forward
@@ -46,7 +47,7 @@ from megarl.trainer.sampling.requests import EVALUATE, make_requests, require_we
 from megarl.watch.gap_verdict import Gap, GapReport, PairGap, judge
 from megarl.watch.limits import GAP
 
-_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = read_table(__file__)
 PRECISIONS: dict[str, dict[str, Any]] = _TABLES["precisions"]
 """Keys of [rollout], by name."""
 WITHOUT_RUN: dict[str, Any] = _TABLES["without_run"]
@@ -157,13 +158,10 @@ def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Roll
     request_of = make_requests(config.run.seed, EVALUATE, 0, prompts.__getitem__)
     requests = [request_of(index % len(prompts), index // len(prompts))[0] for index in range(num_responses)]
     params = train_params(config, turn_ends(config, tokenizer), routes=model.replay is not None)
-    engine = make_engine(config, StepProgress(enabled=False).line)
-    try:
+    with closing(make_engine(config, StepProgress(enabled=False).line)) as engine:
         engine.update_weights(model.export(engine.receives_weights), version=0)
         rollouts = engine.generate(requests, params)
         require_weights(engine)
-    finally:
-        engine.close()
     return rollouts
 
 
@@ -197,7 +195,6 @@ class TrainingEngine(FrozenModel):
 
 def _gap(batch: TrainBatch, *chunks_and_micros: Any, **sizes: Any) -> Gap:
     """Run the model, and compare the log-probabilities with the rollouts'."""
-    outputs = forward.run(*chunks_and_micros, **sizes)
-    logprobs = torch.cat([output.logprobs for output in outputs]).float().cpu()
+    logprobs = torch.cat([output.logprobs for output in forward.run(*chunks_and_micros, **sizes)]).float().cpu()
     metrics = finalize(mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask, batch.cu_seqlens))
     return Gap(metrics["rollout/k1"], metrics["rollout/k3"], metrics["rollout/extreme_2"])

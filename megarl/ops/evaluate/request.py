@@ -8,6 +8,7 @@ from typing import Any
 from megarl.config import Config, ParallelConfig, SamplingConfig
 from megarl.data.benchmarks import Benchmark, choose
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 
 WITHOUT_TRAINING = {"train.micro_batch_tokens": 2**20 * 3 * 5 * 7}
 """Overrides below the user's: responses may be longer than in training. Any likely parallel.tp divides it."""
@@ -35,9 +36,9 @@ class EvalRequest:
         """
         config = self.config
         parallel = ParallelConfig() if self.checkpoint is None else config.parallel
-        resolved = with_keys(
-            config, rollout={"prompts_per_step": world_size, "group_size": 1}, train={"mini_batches": 1}
-        ).model_copy(update={"parallel": parallel, "sampling": SamplingConfig(), "sft": None})
+        rollout = {"prompts_per_step": world_size, "group_size": 1}
+        changed = {"parallel": parallel, "sampling": SamplingConfig(), "sft": None}
+        resolved = with_keys(config, rollout=rollout, train={"mini_batches": 1}).model_copy(update=changed)
         resolved.check_world_size(world_size)
         return resolved
 
@@ -67,10 +68,7 @@ def eval_request(
     if number < 1:
         raise ConfigError(f"{flag}: found {number}, expected at least 1")
     if config.eval.temperature == 0 and number > 1:
-        raise ConfigError(
-            f"{flag}: found {number} with eval.temperature = 0, which gives the same response every time; set 1, or a "
-            "temperature"
-        )
+        raise ConfigError(refusal("greedy_samples", flag=flag, number=number))
     powers = sorted({*ks} or {*(4**power for power in range(16) if 4**power <= number), number})
     if powers[0] < 1 or powers[-1] > number:
         wrong = powers[0] if powers[0] < 1 else powers[-1]

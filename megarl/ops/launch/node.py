@@ -42,10 +42,8 @@ def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
     """Return environment variables for torchrun and ranks: log lines without a prefix, and the interface with this
     node's address, because host names need not resolve."""
     address = read_topology(launch).trainers[node].address
-    addresses = {
-        name: {entry.address.split("%")[0] for entry in values} for name, values in psutil.net_if_addrs().items()
-    }
-    interface = next((name for name, values in addresses.items() if address in values), None)
+    entries = ((name, entry.address) for name, values in psutil.net_if_addrs().items() for entry in values)
+    interface = next((name for name, ip in entries if ip.split("%")[0] == address), None)
     variables = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " ", "OMP_NUM_THREADS": "1"}
     if interface is not None and len(launch["topology"]["trainers"]) > 1:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL takes prefixes
@@ -61,9 +59,8 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     logging.root.addHandler(_LogFile(log))
     for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and any(
-            type(handler) is logging.StreamHandler for handler in logger.handlers
-        ):
+        kinds = {type(handler) for handler in getattr(logger, "handlers", ())}
+        if isinstance(logger, logging.Logger) and logging.StreamHandler in kinds:
             logger.handlers = [_LogFile(log)]
     try:
         run.run(run.parse_args(words))
@@ -116,8 +113,7 @@ def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
     """
     place = f"rank {rank} on {socket.gethostname()}"
     if exit_code < 0:
-        killed = MegarlError(f"{place} was killed by {signal.Signals(-exit_code).name}")
-        write_failure(killed, is_cause=True)
+        write_failure(MegarlError(f"{place} was killed by {signal.Signals(-exit_code).name}"), is_cause=True)
     elif exit_code == 1:  # an error outside of megarl
         sign = read_record(rank_file(folder, rank))
         error = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None

@@ -28,8 +28,7 @@ def serve(config: Config, launch_file: Path, index: int) -> None:
     topology = read_topology(launch)
     # One folder per server, because two servers of a node would write files of equal names at the same time.
     folder = config.run_dir / "sglang" / f"server{index}"
-    host = topology.server_node(index).address
-    specs = server_specs(config, host, key_named(config.sglang.api_key_env), folder)
+    specs = server_specs(config, topology.server_node(index).address, key_named(config.sglang.api_key_env), folder)
     spec = replace(specs[index % topology.per_node], port=topology.server_ports[index])
     ended = _listen_for_end(end_file(launch_file, index), launch["launch"])
     with Server(spec) as server:

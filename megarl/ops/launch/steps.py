@@ -29,7 +29,8 @@ from pydantic import TypeAdapter
 from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.config.trust import safe_environment
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, reworded
+from megarl.files.texts import refusal
 
 PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
 """The Python of the steps; a container may have another Python."""
@@ -45,11 +46,9 @@ class Step:
     def __init__(self, name: str, words: Sequence[str], log: Path | None = None) -> None:
         self.name = name
         with nullcontext() if log is None else log.open("ab") as output:
-            try:
-                streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            with reworded(OSError, ConfigError, f"{name}: {words[0]} could not be started: "):
                 self._process = subprocess.Popen(words, **streams, env=safe_environment(), start_new_session=True)
-            except OSError as error:
-                raise ConfigError(f"{name}: {words[0]} could not be started: {error}") from error
 
     @property
     def code(self) -> int | None:
@@ -80,10 +79,8 @@ def srun(nodes: Sequence[Node], *, het_group: int | None = None) -> list[str]:
     if het_group is not None:
         words.append(f"--het-group={het_group}")
     extra = os.environ.get("MEGARL_SRUN_ARGS", "")
-    try:
+    with reworded(ValueError, ConfigError, f"MEGARL_SRUN_ARGS: found {extra!r}, expected words in shell syntax: "):
         return [*words, *shlex.split(extra)]
-    except ValueError as error:
-        raise ConfigError(f"MEGARL_SRUN_ARGS: found {extra!r}, expected words in shell syntax: {error}") from None
 
 
 def ready_file(launch_file: Path, index: int) -> Path:
@@ -135,10 +132,8 @@ class ServerSteps:
         failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
-                failures.append(
-                    f"{step.name} ended with exit code {step.code} before it was ready, after {self.restarts[index]} "
-                    f"restarts; see {self._log(index)}"
-                )
+                facts = {"step": step, "restarts": self.restarts[index], "log": self._log(index)}
+                failures.append(refusal("server_ended", **facts))
                 if step.code == BAD_INPUT:
                     raise ConfigError(failures[-1])
         return failures
@@ -220,25 +215,17 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
         machine = Node(socket.gethostname(), "127.0.0.1")
         return Topology((machine,), (), launch.ranks_per_node, free_ports(1, os.getpid())[0], ())
     if "SLURM_JOB_ID" not in env:
-        raise ConfigError(
-            f'launch.layout: found "{launch.layout}" outside of a Slurm job; submit '
-            f'{launch.layout}.sbatch (megarl recipes), or set launch.layout = "local"'
-        )
+        raise ConfigError(refusal("no_slurm_job", layout=launch.layout))
     het = launch.layout == "heterogeneous"
     if het and env.get("SLURM_HET_SIZE") != "2":
-        raise ConfigError(
-            f"found a Slurm job of {env.get('SLURM_HET_SIZE', '1')} components, expected 2, trainer nodes and server "
-            "nodes; submit heterogeneous.sbatch (megarl recipes)"
-        )
+        raise ConfigError(refusal("het_components", num=env.get("SLURM_HET_SIZE", "1")))
     lists = ["_HET_GROUP_0", "_HET_GROUP_1"] if het else [""]
     hostnames = [ask(["scontrol", "show", "hostnames", env[f"SLURM_JOB_NODELIST{group}"]]).split() for group in lists]
     trainers, servers = hostnames if het else (hostnames[0][: launch.nodes], hostnames[0][launch.nodes :])
     for key, nodes, expected in (("nodes", trainers, launch.nodes), ("server_nodes", servers, launch.server_nodes)):
         if len(nodes) != expected:
-            raise ConfigError(
-                f"launch.{key}: found {len(nodes)} in Slurm job {env['SLURM_JOB_ID']} ({' '.join(nodes) or 'none'}), "
-                f"expected {expected}; submit with other --nodes, or change the configuration"
-            )
+            facts = {"key": key, "num": len(nodes), "job": env["SLURM_JOB_ID"], "nodes": " ".join(nodes) or "none"}
+            raise ConfigError(refusal("slurm_nodes", expected=expected, **facts))
     addresses = addresses_of([*trainers, *servers], env, ask)
     job = env["SLURM_JOB_ID"]
     port, *server_ports = free_ports(1 + launch.server_nodes * config.sglang.servers, int(job))
@@ -269,13 +256,9 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
 
 
 def _resolve(name: str, address: str) -> str:
-    try:
+    advice = f'); set MEGARL_ADDRESSES, e.g. "{name}=10.0.0.1,..." for all nodes'
+    with reworded(OSError, ConfigError, f"node {name} has the address {address}, which does not resolve (", advice):
         return str(socket.getaddrinfo(address.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(
-            f"node {name} has the address {address}, which does not resolve ({error}); set MEGARL_ADDRESSES, e.g. "
-            f'"{name}=10.0.0.1,..." for all nodes'
-        ) from None
 
 
 def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:

@@ -166,8 +166,7 @@ class Supervisor:
         """Start the trainer and wait for the end; return the exit code."""
         self._attempt += 1
         if self._attempt > 1:  # another port: ranks of the last start may still hold the old port
-            number = int(os.environ.get("SLURM_JOB_ID", os.getpid()))
-            port = steps.free_ports(1, number, self._attempt)[0]
+            port = steps.free_ports(1, int(os.environ.get("SLURM_JOB_ID", os.getpid())), self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
         self._failure_file = self.logs / f"attempt{self._attempt}" / "failure.json"

@@ -15,14 +15,10 @@ from pathlib import Path
 
 from megarl.errors import MegarlError
 from megarl.files.shipped import shipped_folder
+from megarl.files.texts import read_table, refusal
 
 PATCHES = shipped_folder("patches")
-WORDS = {
-    "check": {"out": "applies", "in": "already in", "unfit": "does not apply"},
-    "apply": {"out": "patched", "in": "already in", "unfit": "does not apply"},
-    "revert": {"out": "not in", "in": "restored", "unfit": "cannot be restored"},
-    "status": {"out": "not in", "in": "in", "unfit": "neither in nor out"},
-}
+WORDS: dict[str, dict[str, str]] = read_table(__file__)
 """Command -> state of a file -> word to print."""
 _MOE = "megatron/core/transformer/moe/"
 _ROUTER = f"{_MOE}router.py"
@@ -115,8 +111,7 @@ def examine(root: Path, release: str) -> list[FileState]:
     for name in _FILE.findall((PATCHES / f"{release}.patch").read_text(encoding="utf-8")):
         current = _content(root / name)
         is_crlf = current.count(b"\r\n") == current.count(b"\n") > 0
-        text = current.replace(b"\r\n", b"\n") if is_crlf else current
-        state, result, notes = _examine_file(text, release, name)
+        state, result, notes = _examine_file(current.replace(b"\r\n", b"\n") if is_crlf else current, release, name)
         result = result.replace(b"\n", b"\r\n") if is_crlf else result
         states.append(FileState(name, root / name, state, current, result, tuple(notes)))
     return states
@@ -170,11 +165,8 @@ def choose(root: Path, version: str, requested: str | None) -> tuple[str, list[F
     if has_hook(root):
         return None
     nearest, states = next(iter(tried.items()))
-    raise PatchError(
-        f"no patch fits Megatron-Core {version} in {root}, which has no hook (router_replay). Put the change of the "
-        f"nearest in by hand, or use a release that has a patch or the hook. {nearest}.patch: "
-        f"{_unfit(states)[0].notes[0] if _unfit(states) else 'leaves no hook'}; nothing was changed"
-    )
+    reason = _unfit(states)[0].notes[0] if _unfit(states) else "leaves no hook"
+    raise PatchError(refusal("no_patch_fits", version=version, root=root, nearest=nearest, reason=reason))
 
 
 def _unfit(states: Sequence[FileState]) -> list[FileState]:
@@ -238,11 +230,7 @@ def run(command: str, target: Path | None, version: str | None) -> None:
         release, states = choice
         unfit = _unfit(states)
         if command in ("check", "apply") and not unfit and not has_hook(root, states):
-            raise PatchError(
-                f"{release}.patch fits Megatron-Core {core} in {root}, but leaves routers that do not pass on a hook "
-                "(router_replay), expected one at every choice of experts: put it in by hand, or take a patch that "
-                "brings it (--version); nothing was changed"
-            )
+            raise PatchError(refusal("patch_without_hook", release=release, core=core, root=root))
         changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
         if changes and not unfit:
             # moe_utils.py first: a patched router would pass the hook to a function without the argument.

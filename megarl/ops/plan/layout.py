@@ -6,14 +6,12 @@ from math import prod
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
 
-_UNKNOWN = (
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
+_SPLITS = (f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss"))
+_UNKNOWN = ("pipeline_model_parallel_layout", *_SPLITS)
 """Fields of Megatron that divide layers in ways outside of this plan."""
 _WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 """Projections to latent space: column-parallel on paper, but whole on every rank."""
@@ -43,18 +41,12 @@ def stages_of(config: Config, shape: ModelShape) -> list[Stage]:
     vpp = config.parallel.vpp or 1
     for count in counts:
         if count % vpp:
-            raise ConfigError(
-                f"parallel.vpp: found {vpp} with {count} layers on a pipeline rank, expected a divisor; change "
-                "parallel.vpp or parallel.pp"
-            )
+            raise ConfigError(refusal("vpp_of_layers", vpp=vpp, count=count))
     bounds = [0, *accumulate(count // vpp for _ in range(vpp) for count in counts)]
     layers = [tuple(range(*pair)) for pair in pairwise(bounds)]
     pp, indexers = len(counts), shape.indexer_layers
     if others := [chunk[0] for chunk in layers if chunk and indexers and chunk[0] not in indexers]:
-        raise ConfigError(
-            f"parallel.pp: found {pp} stages, of which one begins with layer {others[0]}, where keys are selected by "
-            f"an earlier layer, expected one of {[*indexers]}; change parallel.pp, vpp or the first stage's layers"
-        )
+        raise ConfigError(refusal("stage_without_indexer", pp=pp, layer=others[0], indexers=[*indexers]))
     return [Stage(rank, tuple(layers[rank::pp]), rank == 0, rank == pp - 1) for rank in range(pp)]
 
 
@@ -62,19 +54,13 @@ def _layers_per_stage(config: Config, num_layers: int) -> list[int]:
     pp, settings = config.parallel.pp, config.megatron
     for key in _UNKNOWN:
         if settings.get(key):
-            raise ConfigError(
-                f"megarl plan does not know megatron.{key}; divide layers with num_layers_in_first_pipeline_stage and "
-                "num_layers_in_last_pipeline_stage"
-            )
+            raise ConfigError(refusal("plan_of_layers", key=key))
     ends = ((0, "num_layers_in_first_pipeline_stage"), (pp - 1, "num_layers_in_last_pipeline_stage"))
     fixed = {rank: settings[key] for rank, key in ends if pp > 1 and settings.get(key) is not None}
     open_layers, open_stages = num_layers - sum(fixed.values()), pp - len(fixed)
     if open_layers < open_stages or (open_layers % open_stages if open_stages else open_layers):
-        raise ConfigError(
-            f"parallel.pp: found {pp} stages for {num_layers} layers, of which {open_layers} are left for "
-            f"{open_stages} of them, expected a multiple; change parallel.pp, or set "
-            "megatron.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-        )
+        facts = {"pp": pp, "layers": num_layers, "open_layers": open_layers, "open_stages": open_stages}
+        raise ConfigError(refusal("layers_of_stages", **facts))
     return [fixed.get(rank, open_layers // open_stages if open_stages else 0) for rank in range(pp)]
 
 
@@ -88,11 +74,7 @@ def divide_step(config: Config, layout: Layout) -> int:
     per_micro_batch = max(1, config.train.micro_batch_tokens * cp // padded)
     num_most = _round_up(-(-layout.sequences_per_rank // per_micro_batch), multiple)
     if num_most > layout.sequences_per_rank:
-        raise ConfigError(
-            f"parallel.vpp: the interleaved schedule takes {multiple} micro-batches at a time and may need {num_most}, "
-            f"but a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
-            "rollout.prompts_per_step"
-        )
+        raise ConfigError(refusal("interleaved", multiple=multiple, most=num_most, num=layout.sequences_per_rank))
     return num_most
 
 

@@ -10,6 +10,7 @@ from megarl.config.tables.base import refuse
 from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
 from megarl.files.hf_config import count_prediction_layers
+from megarl.files.texts import refusal
 from megarl.models.fit import check_fit
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape
@@ -20,11 +21,6 @@ from megarl.ops.shipped import MODELS
 
 TRAINER_RESERVE = SERVER_RESERVE = 3 << 30
 """Bytes for CUDA, NCCL, workspaces and fragmentation on a GPU, in addition to what is computed: a guess."""
-
-_USE_LESS = (
-    "raise parallel.tp, pp or ep or the number of GPUs, recompute more, or lower train.micro_batch_tokens "
-    "(not below the longest sequence)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +90,7 @@ def find_model(config: Config, model: Path | None) -> Path:
         if os.path.lexists(folder / "config.json"):
             return folder
     looked = ", ".join(str(folder) for folder in (model_path, MODELS / model_path.name))
-    raise ConfigError(
-        f"model.path: found no config.json in {looked}; give the folder of one with --model, a checkpoint is not needed"
-    )
+    raise ConfigError(refusal("no_config_to_plan", looked=looked))
 
 
 def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> tuple[int, int]:
@@ -104,14 +98,14 @@ def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> tuple[
 
     ConfigError if launch.gpu_memory_gib is less.
     """
-    name, trainer, server, remedy = f"a rank of stage {rank.stage}", rank.peak + TRAINER_RESERVE, 0, _USE_LESS
+    name, trainer, server, remedy = f"a rank of stage {rank.stage}", rank.peak + TRAINER_RESERVE, 0, refusal("use_less")
     if not config.rollout.engine_kind.server:
         name, trainer = f"{name} with its engine", trainer + engine.total
     elif not config.servers_share_gpus:
         server = engine.total + SERVER_RESERVE
     else:
         name, trainer = f"{name} with a server on its GPU", shared_gpu(rank, engine, config.sglang.release_memory)
-        remedy = f"lower sglang.mem_fraction; {_USE_LESS}"
+        remedy = f"lower sglang.mem_fraction; {remedy}"
     needs = [(name, trainer, remedy)]
     if config.launch.apart or (server and config.sglang.gpus):
         needs.append(("a server's GPU", server, "raise sglang.tp, or lower sglang.mem_fraction"))

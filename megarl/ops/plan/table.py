@@ -2,14 +2,13 @@
 
 import json
 import string
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megarl.config import Config
+from megarl.files.texts import read_table
 from megarl.ops.plan.plan import Estimate
 
 
@@ -21,13 +20,10 @@ def to_json(plan: Estimate) -> str:
 
 def to_text(plan: Estimate, config: Config) -> str:
     """Sections of aligned lines."""
-    sections = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    names = {name: getattr(plan, name) for name in Estimate.__slots__} | {
-        "config": config,
-        "say": _derive(plan, config),
-    }
+    names = {name: getattr(plan, name) for name in Estimate.__slots__}
+    names |= {"config": config, "say": _derive(plan, config)}
     lines = [f"plan of {config.run.name}: {plan.family}, shape from {plan.model_path}"]
-    for title, rows in sections.items():
+    for title, rows in read_table(__file__).items():
         lines += ["", _FORMAT.vformat(title, (), names), *(line for row in rows for line in _lines(names, *row))]
     return "\n".join(lines)
 
@@ -35,8 +31,7 @@ def to_text(plan: Estimate, config: Config) -> str:
 def _lines(names: dict[str, Any], label: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
     if needs and not _FORMAT.get_field(needs, (), names)[0]:
         return
-    filled = (_FORMAT.vformat(text, (), names) for text in (label, amount, note))
-    yield "  {:<34} {:>14}  {}".format(*filled).rstrip()
+    yield "  {:<34} {:>14}  {}".format(*(_FORMAT.vformat(text, (), names) for text in (label, amount, note))).rstrip()
 
 
 def _derive(plan: Estimate, config: Config) -> SimpleNamespace:

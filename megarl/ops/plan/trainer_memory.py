@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megarl.config import Config, Layout
 from megarl.engines.weights import BUCKET_BYTES
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 from megarl.megatron.passes.logprobs import fused_shape
 from megarl.models.fit import wants_routes
 from megarl.models.names import Rule, rules_of
@@ -91,10 +92,7 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
     """
     for key, value in _OPTIMIZER.items():
         if config.megatron.get(key, value) != value:
-            raise ConfigError(
-                f"megarl plan assumes Adam in fp32 on the GPU: found megatron.{key} = {config.megatron[key]!r}, "
-                f"expected {value!r}; remove it for the plan"
-            )
+            raise ConfigError(refusal("plan_of_adam", key=key, value=config.megatron[key], expected=value))
     element = ELEMENT[config.model.dtype]
     gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * (count.dense + count.expert)
     dense, expert = (layout.dp * layout.cp, layout.edp) if config.parallel.distributed_optimizer else (1, 1)
@@ -105,8 +103,7 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 def gathered_bytes(shape: ModelShape, element: int, ep: int) -> int:
     """Bytes held by an export, at most: gathered experts twice, a dense parameter three times."""
     # Gathered parts and the whole; for a dense parameter also the Hugging Face tensors.
-    rules = rules_of(shape)
-    return max((3 - rule.is_of_experts) * whole_bytes(rule, shape, element, ep) for rule in rules)
+    return max((3 - rule.is_of_experts) * whole_bytes(rule, shape, element, ep) for rule in rules_of(shape))
 
 
 def whole_bytes(rule: Rule, shape: ModelShape, element: int, ep: int) -> int:
@@ -157,8 +154,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     """
     if layout.vpp is None:
         return min(layout.pp - stage, micro_batches)
-    num_ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
-    return min(num_ahead, micro_batches * layout.vpp)
+    return min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)
 
 
 def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int, ...]) -> tuple[int, int]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from megarl.files.texts import read_table
 from megarl.ops.report import series
 
 Figure = dict[str, Any]
-COLORS: dict[str, str] = series.read_table("colors.toml")["series"]
+COLORS: dict[str, str] = read_table(__file__, "colors.toml")["series"]
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SMOOTHED_FROM = 40
 """Number of steps from which a moving average is plotted."""
@@ -83,11 +84,8 @@ def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
 def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     """Return the lines of a panel, for a metric of NAME a line of each benchmark."""
     names = series.benchmarks(curves)
-    return [
-        replace(line, metric=line.metric.replace("NAME", name), label=line.label.replace("NAME", name))
-        for line in panel.lines
-        for name in (names if "NAME" in line.metric else [""])
-    ]
+    pairs = [(line, name) for line in panel.lines for name in (names if "NAME" in line.metric else [""])]
+    return [replace(ln, metric=ln.metric.replace("NAME", n), label=ln.label.replace("NAME", n)) for ln, n in pairs]
 
 
 def _style(run: Run, line: series.Line, place: int, index: int) -> Figure:
@@ -120,8 +118,7 @@ def _plot_layers(panel: series.Panel, run: Run) -> Figure:
     starts = np.arange(0, len(steps), -(-len(steps) // _MAX_COLUMNS))
     counts = np.add.reduceat(np.isfinite(grid), starts, axis=1)
     grid = np.where(counts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(counts, 1), np.nan)
-    vertical = _axis(panel.y_label, type="category", autorange="reversed")
-    layout = {"xaxis": _axis("global step"), "yaxis": vertical}
+    layout = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label, type="category", autorange="reversed")}
     trace = {
         "type": "heatmap",
         "z": [numbers(row) for row in grid],
@@ -139,8 +136,7 @@ def _plot_layers(panel: series.Panel, run: Run) -> Figure:
 def _scale_y(layout: Figure, panel: series.Panel, data: Sequence[Figure]) -> None:
     """Set the y axis of a panel whose lines are plotted."""
     axis, scale = layout["yaxis"], panel.scale
-    values = [value for trace in data for value in trace["y"] if value is not None]
-    top = max(values, default=0.0)
+    top = max([value for trace in data for value in trace["y"] if value is not None], default=0.0)
     if "percent" in scale:
         axis |= _PERCENT
     if scale == "whole percent":

@@ -8,24 +8,24 @@ import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pydantic
-from jinja2 import Environment, FunctionLoader
+from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from megarl.config.file import read_toml
 from megarl.config.tables.health import HealthConfig
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, reworded
 from megarl.files.outputs import write_output
+from megarl.files.texts import read_table
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
 from megarl.ops.report.samples import for_page
-from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_panels, read_table
+from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_panels
 from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
 from megarl.watch.health import CHECKS, judge_run
@@ -34,11 +34,8 @@ NOT_RECORDED = "not recorded"
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 
 
-def _read(name: str) -> str:
-    return (files("megarl.ops.report") / name).read_text(encoding="utf-8")
-
-
-_TEMPLATES = Environment(loader=FunctionLoader(_read), autoescape=True, trim_blocks=True)
+_FOLDER = Path(__file__).parent
+_TEMPLATES = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,8 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     if len(folders) > len(_RUN_COLORS):
-        raise ConfigError(
-            f"megarl report: found {len(folders)} runs, expected at most {len(_RUN_COLORS)}: a colour each"
-        )
+        expected = f"expected at most {len(_RUN_COLORS)}: a colour each"
+        raise ConfigError(f"megarl report: found {len(folders)} runs, {expected}")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("megarl report: a run is given twice")
     sources = [_read_run(folder) for folder in folders]
@@ -80,10 +76,8 @@ def _read_run(folder: Path) -> _Source:
     records = read_metrics(path)
     if not records:
         raise DataError(f"{path}: no whole record: the run has not finished its first step")
-    try:
+    with reworded(ConfigError, DataError, suffix="; something has changed the file since the run wrote it"):
         config = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else {}
-    except ConfigError as error:
-        raise DataError(f"{error}; something has changed the file since the run wrote it") from error
     return _Source(str(folder), folder, records, make_curves(records), config)
 
 
@@ -111,12 +105,12 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
         "rows": rows if is_single else [["", *names], *rows],
         "panels": panels,
         "notes": notes,
-        "glossary": read_table("glossary.toml"),
+        "glossary": read_table(__file__, "glossary.toml"),
         "figures": _embed(figures),
         "samples": _embed([*chain(*samples)]),
         "has_samples": any(samples),
         "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
-        "script": Markup(_read("page.js")),
+        "script": Markup((_FOLDER / "page.js").read_text("utf-8")),
     }
     return _TEMPLATES.get_template("page.html").render(facts).encode()
 
@@ -160,11 +154,9 @@ def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, A
 
     config: the run's own, whose table [health] has the limits; DataError if it is broken. name: of one run of several.
     """
-    limits = config.get("health", {})
-    try:
-        settings = HealthConfig(**limits)
-    except (TypeError, pydantic.ValidationError) as error:
-        raise DataError(f"config.toml: the table [health] is broken: {' '.join(str(error).split())}") from error
+    kinds, problem = (TypeError, pydantic.ValidationError), "config.toml: the table [health] is broken: "
+    with reworded(kinds, DataError, problem, tell=lambda error: " ".join(str(error).split())):
+        settings = HealthConfig(**config.get("health", {}))
     active = [check for check in CHECKS if getattr(settings, check.name) != "off"]
     ran = [check.name for check in active if any(check.look(record)[1] is not None for record in records)]
     idle = [check.name for check in CHECKS if check.name not in ran]

@@ -67,13 +67,10 @@ def describe(sample: Mapping[str, Any]) -> str:
 
 def flags(sample: Mapping[str, Any]) -> list[str]:
     """Return the exceptions of a sample."""
-    untrained = "" if sample["trained"] else "not trained"
-    texts = (
-        "cut off" if sample["finish"] == "length" else "",
-        "no reward" if sample["reward"] is None else "",
-        f"dropped: {sample['dropped']}" if sample["dropped"] else untrained,
-    )
-    return [text for text in texts if text]
+    texts = {"cut off": sample["finish"] == "length", "no reward": sample["reward"] is None}
+    texts |= {f"dropped: {sample['dropped']}": sample["dropped"]}
+    texts |= {"not trained": not (sample["trained"] or sample["dropped"])}
+    return [text for text, holds in texts.items() if holds]
 
 
 def for_page(run_dir: Path, name: str = "") -> tuple[list[dict[str, Any]], str]:

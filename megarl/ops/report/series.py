@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from megarl.files.texts import read_table
 from megarl.run.metrics_log import UNJUDGED
 
 
@@ -147,15 +145,5 @@ class Panel:
 
 def read_panels() -> dict[str, Panel]:
     """Return the panels by their short names, in the order of the page."""
-    tables = read_table("panels.toml").items()
-    panels = {key: Panel(**table) for key, table in tables}
-    return {key: replace(panel, lines=tuple(Line(*row) for row in panel.lines)) for key, panel in panels.items()}  # type: ignore
-
-
-@cache
-def read_table(name: str) -> dict[str, Any]:
-    """Return the content of a TOML file of this package.
-
-    glossary.toml has the meaning of each metric; XX in a name stands for a number, NAME for a name of the user's.
-    """
-    return tomllib.loads((files("megarl.ops.report") / name).read_text(encoding="utf-8"))
+    tables = read_table(__file__, "panels.toml").items()
+    return {k: Panel(**table | {"lines": tuple(Line(*row) for row in table.get("lines", ()))}) for k, table in tables}
