@@ -362,9 +362,8 @@ class TestFactsOfABatch:
         factor = Factor("theta_old", fn="adaptive_power", batch_normalize=True)
         row = replaced(factors=(factor, Factor("old_mu")))
         facts = gather_facts(row, [columns_of([1.0], mask=[False])])
-        assert (
-            facts == BatchFacts((1.0, None), (1.0, None), (None,) * len(row.masks)) == BatchFacts.of_equal_policies(row)
-        )
+        expected = BatchFacts((1.0, None), (1.0, None), (None,) * len(row.masks))
+        assert facts == expected == BatchFacts.of_equal_policies(row)
 
     @settings(max_examples=60, deadline=None)
     @given(objectives(), seed_strategy, st.lists(st.integers(0, 6), min_size=2, max_size=6), st.data())
