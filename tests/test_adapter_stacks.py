@@ -164,6 +164,7 @@ def test_ms_swift(stand_in: Any, row: str, monkeypatch: pytest.MonkeyPatch) -> N
         "adaptive_power": "must know all tokens",
         "m2po": "must know all tokens",
         "dppo_topk": "reads the sampler's top K tokens",
+        "rspo": "reads the drift of routers",
         "reinforce_rej_signed": "trains mixed_groups alone",
         replace(OBJECTIVES["grpo"], entropy_coef=0.1): "has an entropy term",
     }.items(),
@@ -183,7 +184,7 @@ def test_a_batch_without_advantages_or_mask_is_refused_by_name(column: str) -> N
 def test_every_other_row_names_the_columns_that_it_reads() -> None:
     """With only these columns a row has the gradient that it has with all."""
     given = {"old_logprobs": OLD, "rollout_logprobs": MU, "ref_logprobs": REF}
-    refused = {"geo_rs", "adaptive_power", "m2po", "dppo_topk", "reinforce_rej_signed"}
+    refused = {"geo_rs", "adaptive_power", "m2po", "dppo_topk", "rspo", "reinforce_rej_signed"}
     for name in OBJECTIVES.keys() - refused:
         row, theta, other = OBJECTIVES[name], THETA.clone().requires_grad_(), THETA.clone().requires_grad_()
         some = {column: given[column] for column in columns_read(row)}

@@ -57,6 +57,7 @@ def multi_turn_columns(dtype: torch.dtype, objective: Objective, seed: int = 0) 
         loss_mask=mask,
         cu_seqlens=torch.tensor([0, *lengths.tolist()]).cumsum(0),
         ref_logprobs=old + noise(0.2),
+        router_drift=noise(0.2).abs(),
     )
 
 
@@ -73,7 +74,7 @@ GARBAGE: dict[str, Callable[[Tensor], Tensor]] = {
     "1e30": lambda column: torch.full_like(column, 1e30),
     "zero": torch.zeros_like,
 }
-COLUMNS = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs")
+COLUMNS = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs", "router_drift")
 
 
 def bits(tensor: Tensor) -> Tensor:
