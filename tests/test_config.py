@@ -134,6 +134,11 @@ def test_world_size_divides_into_a_layout():
         ({"parallel__ep": 4}, 2, "found 2 ranks, expected a multiple of ep * etp * pp = 4 * 1 * 1 = 4"),
         ({}, 3, "found prompts_per_step * group_size = 256 responses, expected a multiple of train.mini_batches * dp"),
         ({"sft": SFT}, 4, "sft.batch_size: found 6, expected a multiple of dp = 4"),
+        (
+            {"rollout__max_staleness": 1},
+            64,
+            "found prompts_per_step = 32 with max_staleness = 1, expected a multiple of",
+        ),
     ],
 )
 def test_a_world_size_that_does_not_come_out_even_is_refused(overrides, world_size, expected):

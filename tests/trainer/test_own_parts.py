@@ -65,6 +65,7 @@ def test_the_settings_of_fp8_reach_the_local_engine(world: World, settings: dict
         ("own_parts:counting", {"rollout__top_p": 0.9}, "rollout.top_p: found 0.9, expected 1"),
         ("own_parts:without_sets", {"rollout__top_p": 0.9}, "rollout.keep_sampling_mask: found true with top_p = 0.9"),
         ("own_parts:counting", {"rollout__one_step_off": True}, "rollout.one_step_off: found true"),
+        ("own_parts:counting", {"rollout__max_staleness": 1}, "which goes only with an engine that can pause"),
     ],
 )
 def test_an_own_engine_that_cannot_is_refused(world: World, engine: str, changes: dict[str, object], told: str) -> None:

@@ -16,11 +16,9 @@ from train_world import GROUP_SIZE, NUM_GROUPS, World
 pytestmark = pytest.mark.multirank
 STEPS = 5
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "k1": (1, {"rollout__max_staleness": 1}),
     "k3": (1, {"rollout__max_staleness": 3}),
-    "strict": (1, {"rollout__max_staleness": 2, "rollout__window": 0.0}),
     "dp2": (2, {"rollout__max_staleness": 2, "rollout__window": 0.5}),
-    "tp2": (2, {"rollout__max_staleness": 2, "parallel__tp": 2}),
+    "strict": (2, {"rollout__max_staleness": 1, "rollout__window": 0.0, "parallel__tp": 2}),
     "serving": (
         1,
         {"rollout__max_staleness": 2, "rollout__engine": "own_parts:serving", "rollout__fp8_rounding": False},

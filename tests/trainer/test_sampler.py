@@ -26,7 +26,7 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.data.tiny import EOS_ID
 from megarl.engines.player import Draw
-from megarl.errors import ConfigError, DataError, RewardError, RolloutError, StopError, WeightSyncError
+from megarl.errors import CheckpointError, ConfigError, DataError, RewardError, RolloutError, StopError, WeightSyncError
 from megarl.trainer.sampling.evaluation import stop_tokens
 from megarl.trainer.sampling.requests import EVALUATE, TRAIN, make_requests, sampling_seed
 from megarl.trainer.sampling.sampler import Sampler
@@ -244,6 +244,23 @@ def test_what_is_drawn_in_the_background_is_what_would_be_drawn_now(world: World
         assert one.tokens.tolist() == other.tokens.tolist()
     version = now.mini_batches[0][0].weight_versions[0]
     assert finalize(later.metrics)["rollout/staleness_mean"] == 3 - version
+
+
+def test_prompts_that_were_passed_over_must_train(world: World) -> None:
+    """A checkpoint of partial rollouts goes on without them only if no younger prompt has trained."""
+    state = {"position": 8, "estimates": {}, "trained": {"first": 8, "trained": [10], "limit": 1}}
+    with sampler(world) as made:
+        with pytest.raises(CheckpointError, match=r"passed over prompts.*set rollout\.max_staleness as it was"):
+            made.load_state_dict(state)
+        made.load_state_dict(state | {"trained": {"first": 8, "trained": [], "limit": 1}})
+        assert made.state_dict() == {"position": 8, "estimates": {}}
+    with sampler(world, rollout__max_staleness=1) as made:
+        made.load_state_dict({"position": 8, "estimates": {}})  # a checkpoint of whole rollouts
+        assert made.state_dict()["trained"] == {"first": 8, "trained": [], "limit": 1}
+        made.load_state_dict(state)
+        drawn = made.sample_step(1)
+    assert 8 in drawn.places
+    assert 10 not in drawn.places
 
 
 def test_an_error_in_the_background_is_raised_by_the_step(world: World) -> None:

@@ -123,11 +123,11 @@ def test_a_sample_is_described_with_its_tools_and_errors(world: World) -> None:
     assert found[key]["finish"] == "length"
     assert (found[other]["response"], found[other]["reward"], found[other]["error"]) == ("", None, "ValueError: no")
     gaps = np.array([[0, 1, 0.3, 0.6, 3, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0]])
-    told, bare = complete(found, 7, 2, 10, np.array([[10, 1]]), [gaps], {})
+    told, bare = complete(found, 7, 2, np.array([10, 11]), np.array([[10, 1]]), [gaps], {})
     assert (told["step"], told["rank"], told["group"], told["sample"]) == (7, 2, 10, 1)
     assert (told["gap"], told["trained"], told["dropped"]) == (pytest.approx(0.2), True, None)
     assert (bare["group"], bare["gap"], bare["trained"]) == (11, None, False)
-    dropped, _ = complete(found, 7, 2, 10, np.array([[10, 1]]), [], {key: "k3 2"})
+    dropped, _ = complete(found, 7, 2, np.array([10, 11]), np.array([[10, 1]]), [], {key: "k3 2"})
     assert (dropped["gap"], dropped["trained"], dropped["dropped"]) == (None, False, "k3 2")
 
 

@@ -98,7 +98,9 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         policy.scheduler.load_state_dict(read["scheduler"])
     if is_same:
         state.restore_rng(read["rng"])
-    return {**read["loop"], "untrained": read.get("untrained")}
+    if "untrained" in read:
+        read["loop"]["untrained"] = read["untrained"]
+    return read["loop"]
 
 
 def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape) -> int:

@@ -44,7 +44,8 @@ class Saver:
     def begin(self, step: int, policy: Policy, loop: Mapping[str, Any]) -> None:
         """Start to write checkpoint ``step``, after the previous one is complete; a collective call.
 
-        ``loop`` is what the training loop needs to resume: small, equal on all ranks, and plain data.
+        ``loop`` is what the training loop needs to resume: small, equal on all ranks, and plain data. Only the entry
+        "untrained", if any, is of each rank, and may be large.
         """
         self.poll(wait=True)
         path = clear_partial(self._folder, step, self._run)

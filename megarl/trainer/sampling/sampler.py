@@ -248,9 +248,11 @@ class Sampler:
         return requests.sample_together(self.engine, sample, "sampling")
 
     def _params(self, step: int) -> SamplingParams:
-        routes, rollout = wants_routes(self.config, self._shape, step + 1), self.config.rollout
-        params = requests.train_params(self.config, self._stop_tokens, routes)
-        return replace(params, segment_tokens=-(-rollout.max_response_tokens // 8)) if rollout.max_staleness else params
+        partial_rollouts, config = self._untrained is not None, self.config
+        # A response of several steps has routes in all parts, or in none.
+        routes = wants_routes(config, self._shape, None if partial_rollouts else step + 1)
+        params = requests.train_params(config, self._stop_tokens, routes)
+        return replace(params, segment_tokens=-(-params.max_response_tokens // 8)) if partial_rollouts else params
 
     def _step_prompts(self, step: int) -> Sequence[Prompt]:
         """The prompts of a step without refill."""
