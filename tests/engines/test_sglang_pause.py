@@ -168,7 +168,7 @@ def test_no_server_delays_a_pause(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One that is busy, answers nonsense, has retracted, dies, or does not answer in time: a part is lost, and counted."""
+    """One that is busy, answers nonsense, retracts, dies, or does not answer in time: a part is lost, and counted."""
     monkeypatch.setattr(client_module, "PAUSE_S", 0.2 if deaf else 600.0)
     with serving(kind(DRAWN, **SHAPE)) as (server,):
         server.deaf = deaf
