@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.core.packing import check_kept
-from megarl.core.types import Rollout
-from megarl.engines.protocol import SamplingParams
+from megarl.core.types import Rollout, SampleRequest
+from megarl.engines.protocol import Engine, SamplingParams, Session
 
 Weights = dict[str, torch.Tensor]
 
@@ -80,6 +81,26 @@ def check_nuclei(
             sizes.append(size)
     assert len(sizes) > 50
     return sizes
+
+
+def pause_after(
+    engine: Engine, requests: Sequence[SampleRequest], num_tokens: int, params: SamplingParams
+) -> list[Rollout]:
+    """The answers when the engine is paused once another response, of ``num_tokens``, is complete; this one last."""
+    asked = [*requests, replace(requests[0], group=len(requests), max_response_tokens=num_tokens)]
+    parts: dict[int, Rollout] = {}
+
+    def begin(session: Session) -> None:
+        async def sample(index: int) -> None:
+            parts[index] = await session.sample(asked[index])
+            if index == len(requests):
+                session.pause()
+
+        for index in reversed(range(len(asked))):
+            session.start(sample(index))
+
+    engine.converse(begin, params)
+    return [parts[index] for index in range(len(asked))]
 
 
 def same_sets(rollouts: Sequence[Rollout], oracle: Oracle) -> float:

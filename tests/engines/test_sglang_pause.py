@@ -16,7 +16,7 @@ from aiohttp import web
 from generate_server import SamplingServer, serving
 from safetensors.torch import load_file, save_file
 from sglang_fixtures import START_DEADLINE_S
-from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
+from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, pause_after, same_sets
 
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.metrics import finalize
@@ -142,6 +142,16 @@ class Odd(SamplingServer):
         return super()._answer(body | {"rid": "another"}, output, reason)
 
 
+class Retracted(SamplingServer):
+    """Its memory is full, and the request waits to be read again: SGLang answers with 50 of its tokens, or 100, ..."""
+
+    def _answer(self, body: Any, output: list[int], reason: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._answer(body, output, {"type": "abort", "message": "Abort in waiting queue"})
+        for name in ("prompt_tokens", "routed_experts", "num_retractions"):
+            del answer["meta_info"][name]
+        return answer
+
+
 class Dying(SamplingServer):
     async def abort(self, body: Any) -> web.Response:
         self._loop.call_soon(self._loop.stop)
@@ -149,7 +159,7 @@ class Dying(SamplingServer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "deaf", "lost"), [(Busy, 0, 0), (Odd, 0, 1), (Dying, 0, 1), (SamplingServer, 10**9, 1)]
+    ("kind", "deaf", "lost"), [(Busy, 0, 0), (Odd, 0, 1), (Retracted, 0, 1), (Dying, 0, 1), (SamplingServer, 10**9, 1)]
 )
 def test_no_server_delays_a_pause(
     kind: type[SamplingServer],
@@ -158,7 +168,7 @@ def test_no_server_delays_a_pause(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One that is busy, answers nonsense, dies, or does not answer in time: a part is lost, and counted."""
+    """One that is busy, answers nonsense, retracts, dies, or does not answer in time: a part is lost, and counted."""
     monkeypatch.setattr(client_module, "PAUSE_S", 0.2 if deaf else 600.0)
     with serving(kind(DRAWN, **SHAPE)) as (server,):
         server.deaf = deaf
@@ -260,26 +270,12 @@ def test_a_real_server_ends_requests_and_they_go_on_under_new_weights(real: tupl
     weights = [noisy(model, seed) for seed in range(2)]
     oracles = [oracle_of(model, each) for each in weights]
     engine.update_weights(weights[0].items(), 0)
-    short: list[int] = []
-    requests = [SampleRequest(PROMPT + group, group, 0, 0, max_response_tokens=4000) for group in range(7)]
-    requests.append(replace(requests[0], group=7, max_response_tokens=24))
-    parts: dict[int, Rollout] = {}
-
-    def begin(session: Any) -> None:
-        async def sample(request: SampleRequest) -> None:
-            parts[request.group] = await session.sample(request)
-            if request.max_response_tokens == 24:
-                short.append(1)
-                session.pause()
-
-        for request in reversed(requests):
-            session.start(sample(request))
-
+    requests = [SampleRequest(PROMPT + group, group, 0, 0) for group in range(7)]
     params = SamplingParams(max_response_tokens=4000)
-    engine.converse(begin, params)
+    parts = pause_after(engine, requests, 24, params)
     assert parts[7].finish_reason == "length"
-    running = [part for part in parts.values() if part.finish_reason == "pause" and part.loss_mask.any()]
-    queued = [part for part in parts.values() if not part.loss_mask.any()]
+    running = [part for part in parts if part.finish_reason == "pause" and part.loss_mask.any()]
+    queued = [part for part in parts if not part.loss_mask.any()]
     assert len(running) >= 2
     assert len(queued) == 7 - len(running) >= 1  # SGLang keeps room for all 4000 tokens of each
     assert all(8 <= len(part.response_tokens) < 4000 for part in running)

@@ -18,7 +18,7 @@ import torch
 from absent import SGLANG_PYTHON
 from rollout_oracle import make_requests
 from sglang_fixtures import START_DEADLINE_S, forking, transport_fields
-from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
+from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, pause_after, same_sets
 
 from megarl.config.tables.rollout import SGLangConfig
 from megarl.engines.protocol import SamplingParams
@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=4)]
 
 CHECKSUMS_ON_CPU = (0, 5, 23)
 PARAMS = SamplingParams(max_response_tokens=8)
+LONG = SamplingParams(max_response_tokens=480)
 KEY = "open-sesame"
 OVERLAP_IS_WRONG = "0.5.17"
 RELEASES = (OVERLAP_IS_WRONG, "0.5.18", "0.5.21")
@@ -131,6 +132,18 @@ def test_the_server_follows_the_weights(
     engine.close()
 
 
+def test_a_paused_response_has_what_it_has_so_far(served: Served, sglang_model: Path, weights: list[Weights]):
+    served.engine.update_weights(weights[1].items(), 1)
+    requests = [replace(request, max_response_tokens=480) for request in make_requests(4)]
+    parts = pause_after(served.engine, requests, 8, LONG)
+    assert [len(part.response_tokens) for part in parts[4:]] == [8]
+    paused = [part for part in parts if part.finish_reason == "pause"]
+    assert any(part.loss_mask.any() for part in paused)
+    oracle = oracle_of(sglang_model, weights[1])
+    assert logprob_gap(paused, oracle) < CLOSE
+    assert same_sets([part for part in paused if part.loss_mask.any()], oracle) == 1.0
+
+
 def check_table(server: Server) -> None:
     release = parse_version(release_of(server))
     session = [ask(server, path).status_code for path in ("begin_weight_update", "end_weight_update")]
@@ -144,6 +157,7 @@ def check_table(server: Server) -> None:
     checked = ask(server, "weights_checker", {"action": "checksum"}).status_code
     assert checked == (200 if release >= CHECKSUMS_ON_CPU else 400)
     assert spans == ([{"version": version, "start": 0, "end": 4}] if release >= (0, 5, 19) else None)
+    assert found["num_retractions"] == 0
     assert sample(server, rid="of-ours")["id"] == "of-ours"
     body = {"input_ids": [5, 6, 7, 8], "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 1}}
     assert ask(server, "generate", body).json()["prompt_token_ids"] == [5, 6, 7, 8]

@@ -198,19 +198,19 @@ class _RequestSession(Session):
     async def _stop(self, job: _Job, url: str, rid: str) -> None:
         """Have a server end a request, and wait for the answer with the tokens so far."""
         until = asyncio.get_running_loop().time() + PAUSE_S
-        while not job.answer.done() and (left := until - asyncio.get_running_loop().time()) > 0:
+        while not job.answer.done() and (remaining_s := until - asyncio.get_running_loop().time()) > 0:
             with suppress(aiohttp.ClientError, TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining_s):
                     await (
                         await self._http.post(f"{url}/abort_request", json={"rid": rid}, allow_redirects=False)
                     ).read()
-            await asyncio.wait([job.answer], timeout=min(left, STOP_AGAIN_S))
+            await asyncio.wait([job.answer], timeout=min(remaining_s, STOP_AGAIN_S))
         if not job.answer.done():
             self._lose_part(job, f"{url}: no answer within {PAUSE_S} s to a request that was to end")
 
-    def _lose_part(self, job: _Job, why: str) -> None:
+    def _lose_part(self, job: _Job, cause: str) -> None:
         if not self._client.counts["lost_parts"]:
-            self._client.tell(f"warning: lost the tokens so far of a response that goes on later, the first: {why}")
+            self._client.tell(f"warning: lost the tokens so far of a response that goes on later, the first: {cause}")
         self._client.counts["lost_parts"] += 1
         self._return_alone(job)
 
@@ -327,8 +327,8 @@ class _RequestSession(Session):
         except (RolloutError, TraceError) as error:
             raise RetryError(f"{server.url}: {error}", WRONG) from error
         if self._call.refuses_reread and rollout.reread_mask is not None:
-            told = f"{server.url} ran out of memory, dropped what it had read of the response, and read it again"
-            raise RetryError(told, "retracted_answers", remedy=REREAD)
+            message = f"{server.url} ran out of memory, dropped what it had read of the response, and read it again"
+            raise RetryError(message, "retracted_answers", remedy=REREAD)
         return rollout
 
     async def _repeat(self, server: _Server, job: _Job, failure: RetryError) -> None:

@@ -284,8 +284,8 @@ def count_answers(engine: Engine) -> dict[str, Stat]:
         counts.clear()
     is_first = distributed.dp_rank() == 0
     *numbers, slots, busy = totals
-    found = {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(COUNTED, numbers, strict=True)}
-    return found | (Stat.means_of({"rollout/idle_fraction": (slots - busy, slots)}) if slots else {})
+    counted = {f"rollout/{name}": Stat.total(float(n) * is_first) for name, n in zip(COUNTED, numbers, strict=True)}
+    return counted | (Stat.means_of({"rollout/idle_fraction": (slots - busy, slots)}) if slots else {})
 
 
 def process_advantages(
