@@ -168,8 +168,7 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool =
             )
         rows = slice(None) if r.routed_mask is None else r.routed_mask
         if gates and (r.gate_weights is None or not np.isfinite(r.gate_weights[rows]).all()):
-            found = "none" if r.gate_weights is None else "some that are not finite"
-            raise TraceError(f"{r.label}: of gate weights found {found}, expected one for each expert of a row")
+            raise TraceError(f"{r.label}: gate weights are absent or not finite, expected one for each expert of a row")
         if keys:
             _check_keys(r, len(shape.indexer_layers), shape.fields["dsa_indexer_topk"])
 
@@ -177,8 +176,8 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool =
 def _check_keys(rollout: Rollout, num_layers: int, topk: int) -> None:
     keys, expected = rollout.indexer_topk, (rollout.num_tokens, num_layers, topk)
     if keys is None or keys.shape != expected:
-        found = "none" if keys is None else list(keys.shape)
-        raise TraceError(f"{rollout.label}: of keys of the indexers found {found}, expected {list(expected)}")
+        found = "absent" if keys is None else keys.shape
+        raise TraceError(f"{rollout.label}: keys of the indexers are {found}, expected {expected}")
     positions, ordered = np.arange(len(keys))[:, None, None], np.sort(keys, -1)
     is_key = np.arange(topk) >= topk - 1 - positions  # -1 comes first in a sorted row
     is_right = np.where(is_key, np.diff(ordered, prepend=-1) > 0, ordered == -1) & (ordered <= positions)
@@ -214,11 +213,10 @@ def deliver_keys(
     topk, replaying = shape.fields["dsa_indexer_topk"], []
     parts = _deliver(rollouts, {"indexer_topk": np.int32}, topk, shape.indexer_layers, micro_batches, want)
     for micro, token, (keys,) in parts:
-        assert micro.batch.routed_mask is not None
-        present = (token >= 0) & micro.batch.routed_mask[token.clamp(min=0)]
-        rows = to_device(keys.masked_fill(~present[:, None, None], -1), micro.slots.device)
-        packing = replace(micro.packing, replayed=dict(zip(layers, rows.unbind(1), strict=True)))
-        replaying.append(replace(micro, packing=packing))
+        if (present := select_routes(token, keys, micro.batch).present) is not None:
+            keys = keys.masked_fill(~present[:, None, None], -1)
+        by_layer = zip(layers, to_device(keys, micro.slots.device).unbind(1), strict=True)
+        replaying.append(replace(micro, packing=replace(micro.packing, replayed=dict(by_layer))))
     return replaying
 
 
