@@ -177,8 +177,8 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        own = probs.gather(1, experts)
-        return probs.scatter(1, experts, torch.where(gates.isnan(), own, gates.to(probs.dtype)))
+        values = torch.where(gates.isnan(), probs.gather(1, experts), gates.to(probs.dtype))
+        return probs.scatter(1, experts, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
