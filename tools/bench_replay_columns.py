@@ -6,8 +6,8 @@
 
 For each precision of the local engine and of the trainer: mean |log pi - log mu| of the response tokens, k3, and tokens
 with a ratio beyond 2, on the same responses. The weights of both engines are equal. ``--family`` takes a random model
-of the tests, with random prompts. Then, what the sum over a token's experts alone changes, in the engine's model: the
-experts of each row in the order of their numbers; and added one by one in this order, rounded each time, as Megatron does.
+of the tests, with random prompts. Then, what the sum over a token's experts alone changes, in the engine's model with
+equal experts and gate weights: added in the order of their numbers; and one by one, rounded each time as in Megatron.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,10 @@ def of_sums(config: Config, model: FrozenModel, rollouts: Sequence[Rollout], dty
         engine.update_weights(model.export(), 0)
     columns: list[list[torch.Tensor]] = [[], [], []]
     for rollout in rollouts[:64]:
-        ids = torch.from_numpy(rollout.tokens).long()[None]
+        ids, held = torch.from_numpy(rollout.tokens).long()[None], dict[int, tuple[Any, ...]]()
         mask = torch.from_numpy(rollout.loss_mask[1:])
         for index, engine in enumerate(engines):
-            with sorted_slots(engine._model) if index == 1 else torch.no_grad(), torch.no_grad():
+            with holding(engine._model, held, sorts=index == 1), torch.no_grad():
                 logits = engine._model(ids, use_cache=False).logits[0, :-1].float()
             columns[index].append(torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0][mask])
     native, *others = (torch.cat(column) for column in columns)
@@ -138,14 +139,16 @@ def of_sums(config: Config, model: FrozenModel, rollouts: Sequence[Rollout], dty
 
 
 @contextmanager
-def sorted_slots(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the experts of each row come in the order of their numbers."""
+def holding(model: torch.nn.Module, held: dict[int, tuple[Any, ...]], sorts: bool) -> Iterator[None]:
+    """Inside, experts and gate weights are those of the first pass, by layer; sorts: in the order of their numbers."""
+    modules = [module for module in model.modules() if _num_experts(module)]
 
-    def sort(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        order = args[1].argsort(-1)
-        return args[0], args[1].gather(1, order), args[2].gather(1, order)
+    def hold(layer: int, _: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        experts, gates = held.setdefault(layer, args[1:])
+        order = experts.argsort(-1)
+        return (args[0], experts.gather(1, order), gates.gather(1, order)) if sorts else (args[0], experts, gates)
 
-    handles = [module.register_forward_pre_hook(sort) for module in model.modules() if _num_experts(module)]
+    handles = [module.register_forward_pre_hook(partial(hold, layer)) for layer, module in enumerate(modules)]
     try:
         yield
     finally:

@@ -168,8 +168,7 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool =
             )
         rows = slice(None) if r.routed_mask is None else r.routed_mask
         if gates and (r.gate_weights is None or not np.isfinite(r.gate_weights[rows]).all()):
-            found = "none" if r.gate_weights is None else "some that are not finite"
-            raise TraceError(f"{r.label}: of gate weights found {found}, expected one for each expert of a row")
+            raise TraceError(f"{r.label}: gate weights are absent or not finite, expected one for each expert of a row")
         if keys:
             _check_keys(r, len(shape.indexer_layers), shape.fields["dsa_indexer_topk"])
 
@@ -177,8 +176,8 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool =
 def _check_keys(rollout: Rollout, num_layers: int, topk: int) -> None:
     keys, expected = rollout.indexer_topk, (rollout.num_tokens, num_layers, topk)
     if keys is None or keys.shape != expected:
-        found = "none" if keys is None else list(keys.shape)
-        raise TraceError(f"{rollout.label}: of keys of the indexers found {found}, expected {list(expected)}")
+        state = "absent" if keys is None else keys.shape
+        raise TraceError(f"{rollout.label}: keys of the indexers are {state}, expected {expected}")
     positions, ordered = np.arange(len(keys))[:, None, None], np.sort(keys, -1)
     is_key = np.arange(topk) >= topk - 1 - positions  # -1 comes first in a sorted row
     is_right = np.where(is_key, np.diff(ordered, prepend=-1) > 0, ordered == -1) & (ordered <= positions)
@@ -201,8 +200,8 @@ def deliver_routes(
     """
     dtypes = dict(zip(REPLAYED, (narrow_dtype(shape.num_experts, signed=True), np.float32)[: 1 + gates], strict=False))
     want = Placement.of_micro_batches(micro_batches, layers)
-    parts = _deliver(rollouts, dtypes, shape.topk, shape.moe_layers, micro_batches, want)
-    return [select_routes(token, rows[0], micro.batch, *rows[1:]) for micro, token, rows in parts]
+    delivered = _deliver(rollouts, dtypes, shape.topk, shape.moe_layers, micro_batches, want)
+    return [select_routes(token, rows[0], micro.batch, *rows[1:]) for micro, token, rows in delivered]
 
 
 def deliver_keys(
@@ -212,13 +211,12 @@ def deliver_keys(
     # An indexer sees the tokens of all tensor-parallel ranks.
     want = replace(Placement.of_micro_batches(micro_batches, layers), tp=(1, 0))
     topk, replaying = shape.fields["dsa_indexer_topk"], []
-    parts = _deliver(rollouts, {"indexer_topk": np.int32}, topk, shape.indexer_layers, micro_batches, want)
-    for micro, token, (keys,) in parts:
-        assert micro.batch.routed_mask is not None
-        present = (token >= 0) & micro.batch.routed_mask[token.clamp(min=0)]
-        rows = to_device(keys.masked_fill(~present[:, None, None], -1), micro.slots.device)
-        packing = replace(micro.packing, replayed=dict(zip(layers, rows.unbind(1), strict=True)))
-        replaying.append(replace(micro, packing=packing))
+    delivered = _deliver(rollouts, {"indexer_topk": np.int32}, topk, shape.indexer_layers, micro_batches, want)
+    for micro, token, (keys,) in delivered:
+        if (present := select_routes(token, keys, micro.batch).present) is not None:
+            keys = keys.masked_fill(~present[:, None, None], -1)
+        by_layer = zip(layers, to_device(keys, micro.slots.device).unbind(1), strict=True)
+        replaying.append(replace(micro, packing=replace(micro.packing, replayed=dict(by_layer))))
     return replaying
 
 
@@ -236,9 +234,9 @@ def _deliver(
         columns.append(np.concatenate(rows, dtype=dtype, casting="unsafe").view(np.uint8))
     received = exchange(have, torch.from_numpy(np.concatenate(columns, 2)), want, model_group()).transpose(0, 1).numpy()
     # Copies, because a slice may begin where its dtype cannot.
-    parts = zip(np.split(received, np.cumsum(sizes)[:-1], 2), dtypes.values(), strict=True)
-    found = [torch.from_numpy(part.copy().view(dtype)).transpose(0, 1) for part, dtype in parts]
-    by_micro = zip(*(column.split(want.rows_by_piece()) for column in found), strict=True)
+    slices = zip(np.split(received, np.cumsum(sizes)[:-1], 2), dtypes.values(), strict=True)
+    tensors = [torch.from_numpy(raw.copy().view(dtype)).transpose(0, 1) for raw, dtype in slices]
+    by_micro = zip(*(column.split(want.rows_by_piece()) for column in tensors), strict=True)
     for micro, rows in zip(micros, by_micro, strict=True):
         yield micro, router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp), rows
 

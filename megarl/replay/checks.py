@@ -148,8 +148,8 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
             f"top-{max(topk, default='k')}]"
         )
     if (gates := micro_routes.gates) is not None and (gates.shape != experts.shape or not gates.is_floating_point()):
-        found = f"{gates.dtype} {list(gates.shape)}"
-        raise ReplayError(f"{label}: gates are {found}, expected floating {list(experts.shape)} as of experts")
+        form = f"{gates.dtype} {list(gates.shape)}"
+        raise ReplayError(f"{label}: gates are {form}, expected floating {list(experts.shape)} as of experts")
     if not _holds_integers(experts):
         raise ReplayError(f"{label}: experts are {experts.dtype}, expected integers; convert them before the block")
     for name, column in (("present", present), ("token_ids", token_ids)):

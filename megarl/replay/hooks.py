@@ -6,7 +6,7 @@ outside the block, a hook routes natively.
 Megatron's auxiliary losses multiply an expert's mean score by the expert's share of the tokens, from a separate top-k.
 Under replay, tokens go elsewhere, so the losses count the dispatched experts (``count_dispatched``).
 
-Gate weights are replaced behind the router (``take_gates``), where all normalisation and scaling is done.
+Gate weights are replaced behind the router (``replace_gates``), where all normalisation and scaling is done.
 
 A copy of a hooked model (``copy.deepcopy``, pickle) routes natively: hooks and wrapped methods of a copy are inert.
 """
@@ -192,20 +192,15 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        own = probs.gather(1, experts)
-        return probs.scatter(1, experts, torch.where(gates.isnan(), own, gates.to(probs.dtype)))
+        values = torch.where(gates.isnan(), probs.gather(1, experts), gates.to(probs.dtype))
+        return probs.scatter(1, experts, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradients[0], None, None
 
 
-def take_gates(router: TopKRouter, hook: Hook) -> None:
-    """Make ``routing`` of this router return the gate weights of the hook's latest call, if it has some."""
-    setattr(router, "routing", partial(_replace_gates, router.routing, hook))  # noqa: B010 (a method for the type checker)
-
-
-def _replace_gates(method: _Method, hook: Hook | None, *arguments: Any, **options: Any) -> Any:
+def replace_gates(method: _Method, hook: Hook | None, *arguments: Any, **options: Any) -> Any:
     """A method (logits, ...) -> (probs [T_local, E], routing map) -> the same with the gates of the rollout."""
     probs, routing_map = method(*arguments, **options)
     replayed = None if hook is None else hook.gates.pop(get_ident(), None)

@@ -77,8 +77,8 @@ def local_rows(
     place, columns = token.clamp(min=0), [shape.moe_layers.index(layer) for layer in layers]
     is_present = token >= 0 if present is None else (token >= 0) & present.flatten().cpu()[place]
     ids = None if token_ids is None else _take(token_ids, lead, place)
-    own_gates = None if gates is None else _take(gates, lead, place)[:, columns]
-    return MicroRoutes(_take(experts, lead, place)[:, columns], is_present, ids, own_gates)
+    weights = None if gates is None else _take(gates, lead, place)[:, columns]
+    return MicroRoutes(_take(experts, lead, place)[:, columns], is_present, ids, weights)
 
 
 def _padded_rows(b: int, s: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:

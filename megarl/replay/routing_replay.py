@@ -9,6 +9,7 @@ and carry gradients to the router (Ma et al., arXiv 2510.11370; Zheng et al., ar
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from megarl.core.devices import DeviceChecks
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import check_chunks, check_routers, check_routes, find_routers, fitting_shape
-from megarl.replay.hooks import Hook, count_dispatched, count_natively, take_gates, tap
+from megarl.replay.hooks import Hook, count_dispatched, count_natively, replace_gates, tap
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import cp_position, split_position, unwrap
 from megarl.replay.pass_log import PassLog
@@ -85,7 +86,7 @@ class RoutingReplay:
                     router.router_replay.remove_taps()
                 router.router_replay = hook = Hook(router, len(self._hooks), self._log, index, place == 0)
                 count_dispatched(router, hook)
-                take_gates(router, hook)
+                router.routing = partial(replace_gates, router.routing, hook)
                 self._hooks.append(hook)
                 if hook.is_first:
                     hook.taps = tap(chunk, index, self._log)

@@ -187,11 +187,10 @@ class Session:
 
         NaN in a row takes the router's own, as in every row that does not use all its experts; None: all rows.
         """
-        table = self._tables[call.micro] if self.replays else None
-        if table is None or table.gates is None:
+        if not self.replays or (gates := self._tables[call.micro].gates) is None:
             return None
-        is_used = (table.experts[hook.column] == experts).all(1, keepdim=True)
-        return table.gates[hook.column].masked_fill(~is_used, torch.nan)
+        is_used = (self._tables[call.micro].experts[hook.column] == experts).all(1, keepdim=True)
+        return gates[hook.column].masked_fill(~is_used, torch.nan)
 
     def close(self, hooks: Sequence[Hook], block: PassBlock, recording: Recording) -> None:
         """ReplayError as ``RoutingReplay.replay`` on closing, and if nothing was recorded."""

@@ -67,8 +67,8 @@ class TracedSequence:
         for name, dtype in _COLUMNS.items():
             column, expected = getattr(self, name), shape if name == "gate_weights" else shape[:1]
             if column is not None and (column.dtype != dtype or column.shape != expected):
-                found = list(column.shape)
-                raise TraceError(f"{self.name}: {name} is {column.dtype} {found}, expected {dtype} {list(expected)}")
+                form = f"{column.dtype} {list(column.shape)}"
+                raise TraceError(f"{self.name}: {name} is {form}, expected {dtype} {list(expected)}")
 
 
 def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> TracedSequence:

@@ -74,7 +74,9 @@ def test_rows_of_packed_sequences(tp: tuple[int, int], cp: tuple[int, int], tail
     padded = torch.tensor([0, *padded_lengths]).cumsum(0)
     mask = torch.ones(16, dtype=torch.bool)
     mask[4] = False
-    found = local_rows(SHAPE, (1, 3, 4), tp, cp, numbered(16), mask, torch.arange(16), bounds.int(), padded.int())
+    ids, gates = torch.arange(16), numbered(16) / 3
+    found = local_rows(SHAPE, (1, 3, 4), tp, cp, numbered(16), mask, ids, bounds.int(), padded.int(), gates)
+    assert torch.equal(found.gates, found.experts / 3)  # type: ignore[arg-type]
     held: list[int] = []
     for start, length, whole in zip(bounds.tolist(), [*lengths, 0], padded_lengths, strict=False):
         held += zigzag([start + t if t < length else -1 for t in range(whole)], cp)

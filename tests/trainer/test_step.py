@@ -60,7 +60,7 @@ def test_gates_of_the_rollout_reach_the_first_pass(taken: dict[str, Taken], worl
     assert gated["rollout/k3"] not in (0.0, taken["r3"].step["rollout/k3"])
     assert gated["rollout/k3"] < taken["none"].step["rollout/k3"]
     bare = [replace(rollout, gate_weights=None) for rollout in world.rollouts()]
-    with pytest.raises(TraceError, match="group 0 sample 0: of gate weights found none"):
+    with pytest.raises(TraceError, match="group 0 sample 0: gate weights are absent or not finite"):
         step_on(world.settings(train__replay="r3", train__replay_gates=True), bare)
 
 

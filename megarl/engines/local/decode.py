@@ -350,9 +350,9 @@ class RouteRecorder:
         columns: dict[str, list[torch.Tensor]] = {}
         for (column, _), passes in self._seen.items():
             columns.setdefault(column, []).append(torch.cat(passes))
-        found = {name: torch.stack(rows, 1).to(self._dtypes[name]).cpu().numpy() for name, rows in columns.items()}
+        rows = {name: torch.stack(layers, 1).to(self._dtypes[name]).cpu().numpy() for name, layers in columns.items()}
         self._begin(())
-        return found | {"routed_experts": found["routed_experts"].view(self._dtype)}
+        return rows | {"routed_experts": rows["routed_experts"].view(self._dtype)}
 
     def _begin(self, columns: Iterable[str]) -> None:
         # By column and layer, pass after pass.
