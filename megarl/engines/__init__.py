@@ -2,6 +2,7 @@
 
 player      draws the samples of a sampling rule; a sample is an episode, turns and answers of an environment, and its
             reward
+agents      episodes of programs that know nothing of megarl: OpenAI's chat completions in front of a session
 protocol    the protocol of every sampling engine; an episode sees its ``Session``
 weights     the tensors that an engine expects, and their form; takes in an update: checks the tensors and converts
             them into buckets, flat pieces of memory

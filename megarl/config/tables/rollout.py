@@ -86,9 +86,10 @@ class EnvironmentConfig(Table):
     """[environment]: rollouts of several turns, with tools; see docs/environments.md."""
 
     function: str | None = None
-    """"tools" for the key tools, or "package.module:factory"; default: a response is one turn."""
+    """"tools" for the key tools, or "package.module:factory", or "package.module:coroutine" for an agent that speaks
+    OpenAI's chat completions; default: a response is one turn."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the factory in function."""
+    """Keyword arguments of the factory or coroutine in function."""
     tools: list[str] = []
     """Tools of the model: "calculator", "python" or "package.module:factory"."""
     format: Literal["block", "hermes"] = "block"
@@ -107,12 +108,12 @@ class EnvironmentConfig(Table):
     max_turn_tokens: PositiveInt | None = None
     """Longest turn, in tokens; default the remaining tokens of the response."""
     step_s: PositiveFloat = 60.0
-    """Longest answer of the environment; seconds."""
+    """Longest answer of the environment, or pause of an agent between two requests; seconds."""
     episode_s: PositiveFloat = 1800.0
     """Longest time from the end of a rollout's first turn to the end of the rollout, sampling included; seconds. A late
     rollout is not trained, and is counted."""
     concurrency: PositiveInt = 4
-    """Answers that the environment computes at a time, per rank."""
+    """Answers that the environment computes at a time, per rank; agents are not limited."""
     python_s: PositiveFloat = 10.0
     """Wall and CPU time of a call of the Python tool; seconds."""
     python_memory_mb: PositiveInt = 1024

@@ -7,5 +7,5 @@
     sandbox        starts the process of a Python call, and filters its system calls; bootstrap is the first code inside
 
 Outside of this room, code imports ``protocol`` alone; ``megarl.trainer.sampling.evaluation`` makes tools from a
-configuration.
+configuration, and ``megarl.engines.agents`` reads calls.
 """
