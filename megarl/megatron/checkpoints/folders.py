@@ -182,10 +182,9 @@ def read_manifest(path: Path, run: str = "") -> Files:
 
 def read_run(path: Path) -> str:
     """The run that has saved checkpoint ``path``; empty if its manifest does not say."""
-    try:
+    with suppress(DamageError):
         return _read(path / MANIFEST)["run"]
-    except DamageError:
-        return ""
+    return ""
 
 
 def _read(file: Path) -> dict[str, Any]:
