@@ -19,7 +19,7 @@ from megarl.core.choices.parts import Aggregation, Objective
 from megarl.core.choices.table import OBJECTIVES, find_objective
 from megarl.core.objectives import Coefficients, Denominators, TokenColumns, coefficients
 from megarl.errors import ConfigError
-from megarl.files.texts import read_table
+from megarl.files.texts import read_table, refusal
 
 POLICY_COLUMNS = {"old": "old_logprobs", "mu": "rollout_logprobs", "ref": "ref_logprobs"}
 _REFUSALS = read_table(__file__, "refusals.toml")
@@ -75,8 +75,7 @@ def token_columns(
     """
     given = {name: column.expand_as(logprobs).flatten() for name, column in columns.items() if column is not None}
     for name in sorted({*columns_read(row), "advantages", "loss_mask"} - given.keys()):
-        remedy = f"let {stack} provide it, or choose a row without it (docs/objectives.md)"
-        raise ConfigError(f"{stack}: the row {_name(row)} reads {name}, which the batch does not have; {remedy}")
+        raise ConfigError(refusal("column_of_stack", stack=stack, row=_name(row), column=name))
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(-1), device=logprobs.device)
     # A column that the row does not read is theta's own: its ratio is 1.

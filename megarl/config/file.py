@@ -101,8 +101,7 @@ def _check_values(value: Any, source: str, dotted: str = "") -> None:
         for inner in value:
             _check_values(inner, source, dotted)
     elif isinstance(value, int) and abs(value) >= 1 << 63:
-        problem = f"found an integer of {value.bit_length()} bits, expected at most 63; lower it"
-        raise ConfigError(f"{source}: {dotted}: {problem}")
+        raise ConfigError(refusal("large_integer", source=source, dotted=dotted, bits=value.bit_length()))
     elif isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{source}: {dotted}: found {value!r}, expected text without NUL characters; remove them")
 

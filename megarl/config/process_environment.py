@@ -103,5 +103,4 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
                 return checked | {name: str(folder / _CACHES[name]) for name in missing}
             except OSError as error:
                 failures.append(str(error))
-    problem = f"found no folder that only you can write for compiled code: {'; '.join(failures)}"
-    raise ConfigError(f"{problem}. Set XDG_CACHE_HOME to one")
+    raise ConfigError(refusal("no_cache_folder", failures="; ".join(failures)))

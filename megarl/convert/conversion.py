@@ -93,8 +93,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
 def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
-        problem = f"{some(piece.hf)} are one parameter, but have dtypes {dtypes}; ask for --dtype"
-        raise CheckpointError(f"{hf.path}: {problem}")
+        raise CheckpointError(refusal("dtypes_of_parameter", path=hf.path, names=some(piece.hf), dtypes=dtypes))
     (dtype,) = dtypes
 
     def make(first: int, rows: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ The format is torch's distributed checkpoint: tensors whole or in chunks of a gl
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, describe, reworded
 from megarl.files.pickles import load_metadata, load_part, load_plain, part_of
 
 
@@ -115,13 +115,9 @@ _UNREADABLE = (
 """Errors of pickle and torch for damaged files."""
 
 
-@contextmanager
-def _explain_damage(subject: object) -> Iterator[None]:
-    try:
-        yield
-    except _UNREADABLE as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise CheckpointError(f"{subject} cannot be read ({reason}); the file is damaged") from error
+def _explain_damage(subject: object) -> AbstractContextManager[None]:
+    problem, advice = f"{subject} cannot be read (", "); the file is damaged"
+    return reworded(_UNREADABLE, CheckpointError, problem, advice, describe)
 
 
 class TorchDistReader:

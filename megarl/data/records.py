@@ -73,8 +73,7 @@ def get_field(record: Record, field: str, place: str) -> Any:
     value: Any = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:
-            names = ", ".join(map(str, record)) or "none"
-            raise DataError(f"{place}: there is no field {field!r}; the fields are: {names}")
+            raise DataError(refusal("no_field", place=place, field=field, names=", ".join(map(str, record)) or "none"))
         value = value[key]
     return value
 

@@ -40,6 +40,7 @@ def write_tiny_model(path: str | Path, *, seed: int = 0, family: Family = "qwen3
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    sizes["dense_layers"] = [*sizes.get("dense_layers", ())]  # transformers takes lists only
     if unknown := sizes.keys() - _SIZES["all"].keys() - _SIZES["experts"].keys():
         raise TypeError(f"found the sizes {unknown}, expected those of {[*_SIZES['all'], *_SIZES['experts']]}")
     rows = _SIZES["all"] | (_SIZES["experts"] if family == "qwen3_moe" else {})

@@ -321,8 +321,7 @@ def read_moe(hf: HFConfig) -> MoeShape:
     if kinds:
         by_step, moe = moe, [i for i in range(num_layers) if kinds[i] not in _MAPS["kinds"]["none"]]
         if "first_k_dense_replace" in hf.values and by_step != moe:
-            expected = "the layers with experts of first_k_dense_replace"
-            raise ConfigError(f"mlp_layer_types is {reprlib.repr(kinds)}, expected {expected}")
+            raise ConfigError(refusal("other_dense_layers", kinds=reprlib.repr(kinds)))
     exempt = [i for i in moe if (kinds[i] in _MAPS["kinds"]["table"] if kinds else i < num_hashed)]
     counts = {key: count for key in _EXPERT_COUNTS if (count := hf.get(key))}
     num_experts, topk = min(counts.values(), default=0), hf["num_experts_per_tok"]

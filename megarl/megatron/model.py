@@ -115,8 +115,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         _place_delta_nets(layers, shape, first)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
     if layers and shape.indexer_layers and first not in shape.indexer_layers:
-        expected = f"expected one of {[*shape.indexer_layers]}; change parallel.pp, vpp or the first stage's layers"
-        raise ConfigError(f"layer {first}, the first of a stage, takes keys that an earlier one selects, {expected}")
+        raise ConfigError(refusal("first_without_indexer", layer=first, indexers=[*shape.indexer_layers]))
     for layer in layers:
         _use_local_parts(layer, config, shape)
     _place_delta_nets(layers, shape, first)

@@ -152,8 +152,7 @@ class HFCheckpoint:
         stored = self._slice(codes).get_dtype()
         if not scales:
             if stored not in FLOATS:
-                expected = "weights in 16 bits or more, or codes with scales and a quantization_config that says so"
-                raise CheckpointError(f"{self._files[name]}: {name} has dtype {stored}, expected {expected}")
+                raise CheckpointError(refusal("no_weights", file=self._files[name], name=name, dtype=stored))
             return
         shape, found = self._stored_shape(name), tuple(self._slice(scales).get_shape())
         rows = (*shape[:-2], *shape[:-3:-1]) if stored == "U8" else shape  # MXFP4 is transposed

@@ -21,7 +21,7 @@ from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import free_port
 from megarl.errors import ConfigError, MegarlError, RolloutError, reason_of, reworded
 from megarl.files.outputs import write_output
-from megarl.files.texts import read_table
+from megarl.files.texts import read_table, refusal
 from megarl.models.shapes import read_shape
 from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report
@@ -104,8 +104,7 @@ def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
             process.join()  # the ranks also got the signal, and are saving
         raise
     except ProcessExitedException as error:
-        problem = f"`megarl {words[0]}` ended with exit code {error.exit_code}"
-        raise RolloutError(f"{problem}; its messages are above") from None
+        raise RolloutError(refusal("step_failed", command=words[0], code=error.exit_code)) from None
 
 
 def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int | None]) -> None:

@@ -80,10 +80,9 @@ def _require_same_settings(config: Config, folder: Path, saved: Path) -> None:
 
 def _has_step(metrics: Path) -> bool:
     """Return whether a run has recorded a step, not only the evaluation before step 1; a broken file counts."""
-    try:
+    with suppress(DataError):
         return metrics.is_file() and any(record["kind"] == "step" for record in iterate_metrics(metrics))
-    except DataError:
-        return True
+    return True
 
 
 def read_run_id(folder: Path) -> str:

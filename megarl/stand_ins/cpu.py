@@ -156,33 +156,29 @@ def _retarget(module: types.ModuleType) -> None:
                 function = getattr(function, "__wrapped__", None)
 
 
-def _allow_unequal_shares(mappings: Any) -> None:
-    """Remedy 4: gather shares of unequal size by padding them; reduce-scatter them by reducing the whole."""
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+def _gather_unequal(share: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Remedy 4: gather shares [size of the rank, ...] by padding them."""
+    padded = share.new_zeros(max(sizes), *share.shape[1:])
+    padded[: share.size(0)] = share
+    shares = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(shares, padded, group=group)
+    return torch.cat([share_of_rank[:size] for share_of_rank, size in zip(shares, sizes, strict=True)])
 
-    def gather_unequal(
-        share: torch.Tensor, group: Any = None, sizes: Any = None, *arguments: Any, **options: Any
-    ) -> Any:
+
+def _reduce_scatter_unequal(whole: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Remedy 4: reduce-scatter [sum of sizes, ...] by reducing the whole."""
+    reduced = whole.clone()
+    torch.distributed.all_reduce(reduced, group=group)
+    return torch.split(reduced, sizes)[group.rank()].clone()
+
+
+def _with_unequal(equal: Any, unequal: Any) -> Any:
+    def exchange(tensor: torch.Tensor, group: Any = None, sizes: Any = None, *arguments: Any, **options: Any) -> Any:
         if sizes is None or group.size() == 1:
-            return gather(share, group, sizes, *arguments, **options)
-        sizes = [int(size) for size in sizes]
-        padded = share.new_zeros(max(sizes), *share.shape[1:])
-        padded[: share.size(0)] = share
-        shares = [torch.empty_like(padded) for _ in sizes]
-        torch.distributed.all_gather(shares, padded, group=group)
-        return torch.cat([share_of_rank[:size] for share_of_rank, size in zip(shares, sizes, strict=True)])
+            return equal(tensor, group, sizes, *arguments, **options)
+        return unequal(tensor, group, [int(size) for size in sizes])
 
-    def reduce_scatter_unequal(
-        whole: Any, group: Any = None, sizes: Any = None, *arguments: Any, **options: Any
-    ) -> Any:
-        if sizes is None or group.size() == 1:
-            return reduce_scatter(whole, group, sizes, *arguments, **options)
-        reduced = whole.clone()
-        torch.distributed.all_reduce(reduced, group=group)
-        return torch.split(reduced, [int(size) for size in sizes])[group.rank()].clone()
-
-    mappings._gather_along_first_dim = gather_unequal
-    mappings._reduce_scatter_along_first_dim = reduce_scatter_unequal
+    return exchange
 
 
 def _replace_helpers() -> None:
@@ -197,4 +193,7 @@ def _replace_helpers() -> None:
     code = rotary.get_pos_emb_on_this_cp_rank.__code__
     constants = tuple(False if constant is True else constant for constant in code.co_consts)  # pin_memory
     rotary.get_pos_emb_on_this_cp_rank.__code__ = code.replace(co_consts=constants)
-    _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    for name, unequal in (("gather", _gather_unequal), ("reduce_scatter", _reduce_scatter_unequal)):
+        equal = getattr(mappings, f"_{name}_along_first_dim")
+        setattr(mappings, f"_{name}_along_first_dim", _with_unequal(equal, unequal))

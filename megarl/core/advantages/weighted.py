@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages.groups import Values, as_tensor, center, fill, group_mean, grpo, prepare
+from megarl.files.texts import refusal
 
 WHITENING_EPS = 1e-8
 """Added to the variance."""
@@ -92,8 +93,7 @@ def grpo_sum(components: Values, weights: Values, groups: Values, ddof: int = 1,
     rewards = as_tensor(components).double()
     factors = as_tensor(weights).double().to(rewards.device)
     if rewards.dim() != 2 or factors.shape != rewards.shape[1:] or not factors.numel():
-        shapes = f"components {list(rewards.shape)} and weights {list(factors.shape)}"
-        raise ValueError(f"{shapes}, expected [N, M] and [M] with M >= 1")
+        raise ValueError(refusal("component_shapes", components=list(rewards.shape), weights=list(factors.shape)))
     return torch.stack([grpo(column, groups, ddof, eps) for column in rewards.unbind(1)], 1) @ factors
 
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.errors import DamageError, DataError, SaveError, reworded
 from megarl.files.foreign_json import MOST_JSON_BYTES, parse_json, read_regular
 from megarl.files.outputs import IsOwn, find_foreign, free_name, matches, partial_of, remove_own, replace_folder
+from megarl.files.texts import refusal
 from megarl.files.writing import describe_write_error, read_record, sha256_of, sync, write_atomically
 from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
 
@@ -82,8 +83,7 @@ def clear_partial(folder: Path, step: int, run: str) -> Path:
             _remove_partial(stale)
         for place, is_own in ((partial_of(path), _is_written), (path, saved_files(path, run))):
             if foreign := _find_foreign(place, is_own):
-                problem = f"{place} is or holds {foreign[0]}, which no save of this run wrote"
-                raise SaveError(f"{problem}; move it away and start again")
+                raise SaveError(refusal("foreign_checkpoint", place=place, foreign=foreign[0]))
         with explained(path):
             partial_of(path).mkdir(parents=True, exist_ok=True)
 
@@ -182,10 +182,9 @@ def read_manifest(path: Path, run: str = "") -> Files:
 
 def read_run(path: Path) -> str:
     """The run that has saved checkpoint ``path``; empty if its manifest does not say."""
-    try:
+    with suppress(DamageError):
         return _read(path / MANIFEST)["run"]
-    except DamageError:
-        return ""
+    return ""
 
 
 def _read(file: Path) -> dict[str, Any]:

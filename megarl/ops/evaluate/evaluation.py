@@ -183,8 +183,7 @@ def _save(task: Task, benchmark: Benchmark, lines: list[Json], version: int) -> 
     rows = ({"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text} for p, row in pairs)
     write_jsonl(task.out / name / "prompts.jsonl", rows)
     if not samples.num_judged.any():
-        problem = f"no response has a reward, {benchmark.reward} or the environment failed"
-        raise RewardError(f"{name}: {problem}; first: {first_error}")
+        raise RewardError(refusal("no_rewards", name=name, reward=benchmark.reward, error=first_error))
     place = {key: getattr(benchmark, key) for key in ("source", "split", "template", "reward")}
     facts = {"weights_version": version, "first_error": first_error}
     return {**place, **facts, "figures": shared.score(samples, task.request.ks)}

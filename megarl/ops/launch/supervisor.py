@@ -12,12 +12,11 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from megarl.config import Config
 from megarl.errors import ConfigError, RolloutError, printable
@@ -84,7 +83,8 @@ class Supervisor:
                 return STOPPED
             checkpoint = newest_checkpoint(self.folder) or ""
             code = self._train()
-            status = self._status()
+            record = read_record(self.folder / "status.json")  # none of this start if a rank died early
+            status = record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
             if status.get("state") == "finished":
                 return FINISHED
             if self._stop_signal is not None:
@@ -237,11 +237,6 @@ class Supervisor:
         if restarted:
             self._write_status("running")
         return restarted
-
-    def _status(self) -> Mapping[str, Any]:
-        """Return the last status of the trainer's main rank; empty if this start has no status yet."""
-        record = read_record(self.folder / "status.json")
-        return record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
 
     def _requeue(self) -> None:
         """Put the job back into Slurm's queue; Slurm then ends this script."""

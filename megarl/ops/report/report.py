@@ -22,7 +22,7 @@ from megarl.config.file import read_toml
 from megarl.config.tables.health import HealthConfig
 from megarl.errors import ConfigError, DataError, reworded
 from megarl.files.outputs import write_output
-from megarl.files.texts import read_table
+from megarl.files.texts import read_table, refusal
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
 from megarl.ops.report.samples import for_page
 from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_panels
@@ -58,8 +58,7 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     if len(folders) > len(_RUN_COLORS):
-        expected = f"expected at most {len(_RUN_COLORS)}: a colour each"
-        raise ConfigError(f"megarl report: found {len(folders)} runs, {expected}")
+        raise ConfigError(refusal("many_runs", num=len(folders), most=len(_RUN_COLORS)))
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("megarl report: a run is given twice")
     sources = [_read_run(folder) for folder in folders]

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.config.command import Overrides, Positional, command
 from megarl.errors import ConfigError, DataError, printable
+from megarl.files.texts import refusal
 from megarl.run.samples import NAME, read_samples
 
 _PAGE_SAMPLES = 400
@@ -30,8 +31,7 @@ class Samples:
         if not self.run_dir.is_dir():
             raise ConfigError(f"{self.run_dir}: there is no such folder; expected the folder of a run")
         if not file.is_file():
-            reason = "no step is finished, log.samples_per_step is 0, or this is no run folder"
-            raise DataError(f"{file}: there is no such file: {reason}")
+            raise DataError(refusal("no_samples", file=file))
         matching: list[dict[str, Any]] = []
         total, first, last = 0, None, 0
         for sample in read_samples(self.run_dir):
