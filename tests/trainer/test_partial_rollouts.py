@@ -31,7 +31,7 @@ def overrides(folder: Path, name: str, **more: Any) -> dict[str, Any]:
     return {
         "run__dir": str(folder / name), "run__steps": STEPS, "checkpoint__every": 2, "checkpoint__at_end": True,
         "eval__every": 3, "log__samples_per_step": "all", "rollout__max_response_tokens": 16,
-        "reward__function": "train_rewards:often_uniform", **more,
+        "train__max_k3": "off", "train__max_native_flip": "off", **more,
     }  # fmt: skip
 
 
@@ -78,9 +78,11 @@ def test_every_prompt_trains_once_and_in_time(runs: tuple[Path, dict[str, Ended]
             list(range(step * NUM_GROUPS, (step + 1) * NUM_GROUPS)) for step in range(STEPS)
         ]
     ages = [record["rollout/staleness_max"] for record in steps_of(folder / name)]
-    assert ages[0] == 0 < max(ages) <= bound
+    assert ages[0] == 0
+    assert max(ages) <= bound
     stale = [record["rollout/stale_tokens_fraction"] for record in steps_of(folder / name)]
-    assert max(stale) > 0
+    assert [share > 0 for share in stale] == [age > 0 for age in ages]
+    assert name == "serving" or max(stale) > 0
     lines = [json.loads(line) for line in (folder / name / "samples.jsonl").read_text().splitlines()]
     oldest = {line["step"]: line["step"] - 1 - line["weights"] for line in lines if "step" in line}
     assert [oldest[step + 1] for step in range(STEPS)] == ages
@@ -88,7 +90,7 @@ def test_every_prompt_trains_once_and_in_time(runs: tuple[Path, dict[str, Ended]
 
 def test_parts_of_a_response_have_versions_of_their_own(runs: tuple[Path, dict[str, Ended]]) -> None:
     folder, _ = runs
-    for name in RUNS:
+    for name in RUNS.keys() - {"serving"}:  # timing decides there what is paused
         records = steps_of(folder / name)
         assert max(record["rollout/mixed_versions_fraction"] for record in records) > 0
         assert max(record["rollout/paused"] for record in records) > 0

@@ -250,7 +250,7 @@ def test_prompts_that_were_passed_over_must_train(world: World) -> None:
     """A checkpoint of partial rollouts goes on without them only if no younger prompt has trained."""
     state = {"position": 8, "estimates": {}, "trained": {"first": 8, "trained": [10], "limit": 1}}
     with sampler(world) as made:
-        with pytest.raises(CheckpointError, match=r"passed over prompts.*set rollout\.max_staleness as it was"):
+        with pytest.raises(CheckpointError, match=r"passed over prompts.*keep rollout\.max_staleness"):
             made.load_state_dict(state)
         made.load_state_dict(state | {"trained": {"first": 8, "trained": [], "limit": 1}})
         assert made.state_dict() == {"position": 8, "estimates": {}}

@@ -106,10 +106,7 @@ class Sampler:
         if self._untrained is not None:
             self._untrained.load_state_dict(state, self._position)
         elif (state.get("trained") or {}).get("trained"):
-            raise CheckpointError(
-                "the checkpoint's run has passed over prompts, which still have to train; set rollout.max_staleness as "
-                "it was, or begin a new run"
-            )
+            raise CheckpointError("the run has passed over prompts that must still train: keep rollout.max_staleness")
 
     def begin_step(self, step: int) -> None:
         """Have the engine sample a step's responses in the background, with its present weights; a collective call.

@@ -59,23 +59,23 @@ class Untrained:
         samples, paused, decided = {**self.samples, **draw.samples}, draw.unfinished, draw.asker.choose()
         assert decided is not None, "sampling has ended before the batch was complete"
         batch = dict(zip(decided[0], self.turns, strict=True))
-        of_ranks = distributed.gather_objects((batch, len(paused), decided[1]))
-        turn_of = {place: turn for of_rank, _, _ in of_ranks for place, turn in of_rank.items()}
+        batches, *counts = zip(*distributed.gather_objects((batch, len(paused), decided[1])), strict=True)
+        turn_of = {place: turn for of_rank in batches for place, turn in of_rank.items()}
         is_first = distributed.dp_rank() == 0  # sums, equal on all ranks: count once
-        sums = {"paused": sum(count for _, count, _ in of_ranks), "passed_over": sum(count for _, _, count in of_ranks)}
+        metrics = {
+            name: Stat.total(float(sum(of_ranks)) * is_first)
+            for name, of_ranks in zip(("rollout/paused", "rollout/passed_over"), counts, strict=True)
+        }
         of_step = {
             (turn, number): replace(sample, rollout=sample.rollout and replace(sample.rollout, group=turn))
             for (place, number), sample in samples.items()
             if (turn := batch.get(place)) is not None
         }
-        trained, first = self.trained | turn_of.keys(), self.first
-        while first in trained:
-            first += 1
-        remaining = {key: sample for key, sample in samples.items() if key[0] not in batch}
-        remainder = replace(
-            self, samples=remaining, paused=paused, first=first, trained={n for n in trained if n > first}
-        )
-        metrics = {f"rollout/{name}": Stat.total(float(total) * is_first) for name, total in sums.items()}
+        samples = {key: sample for key, sample in samples.items() if key[0] not in batch}
+        trained = self.trained | turn_of.keys()
+        first = next(place for place in count(self.first) if place not in trained)
+        trained = {place for place in trained if place > first}
+        remainder = replace(self, samples=samples, paused=paused, first=first, trained=trained)
         return of_step, np.array(sorted(turn_of, key=turn_of.__getitem__)), metrics, remainder
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,15 +91,14 @@ class Untrained:
         """
         trained = state.get("trained") or {"first": first, "trained": [], "limit": None}
         self.first, self.trained = trained["first"], set(trained["trained"])
-        for place, sample, value in state.get("untrained") or ():
-            if trained["limit"] != self.config.rollout.max_staleness:
-                break
+        fits = trained["limit"] == self.config.rollout.max_staleness
+        for *key, value in (fits and state.get("untrained")) or ():
             if "tokens" in value:
-                self.paused[place, sample] = _to_rollout(value)
-                continue
-            failure = value["failure"] and Failure(**value["failure"])
-            records = {"rollout": value["rollout"] and _to_rollout(value["rollout"]), "failure": failure}
-            self.samples[place, sample] = Sample(**value | records)
+                self.paused[tuple(key)] = _to_rollout(value)
+            else:
+                failure = value["failure"] and Failure(**value["failure"])
+                records = {"rollout": value["rollout"] and _to_rollout(value["rollout"]), "failure": failure}
+                self.samples[tuple(key)] = Sample(**value | records)
 
 
 def _oldest_version(rollout: Rollout) -> int:
