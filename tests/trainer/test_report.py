@@ -22,7 +22,7 @@ from megarl.run.metrics_log import MetricsLog, read_metrics
 from megarl.trainer.loop import train
 
 PANELS = read_panels()
-SPECIAL = {name for key in ("estimates", "episodes", "masks", "paused") for name in PANELS[key].needs} | {
+SPECIAL = {name for key in ("estimates", "episodes", "masks", "paused", "servers") for name in PANELS[key].needs} | {
     "eval/NAME/pass_rate"
 }
 """Metrics that only some runs have."""
