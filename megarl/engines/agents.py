@@ -171,7 +171,7 @@ def _name(content: str, called: list[list[Any]]) -> str:
 
 
 def _stream(body: Json, answer: Json) -> bytes:
-    """Return an answer as events: the whole message, the reason of its end, and the usage if it is body for."""
+    """Return an answer as events: the whole message, the reason of its end, and the usage if it is asked for."""
     (choice,), chunk = answer["choices"], answer | {"object": "chat.completion.chunk", "usage": None}
     whole = choice | {"delta": choice.pop("message"), "finish_reason": None}
     chunks = [chunk | {"choices": [piece]} for piece in (whole, choice | {"delta": {}, "logprobs": None})]
@@ -223,7 +223,7 @@ class ForeignAgent(Agent):
             if result.rollout is not None:
                 result.num_dropped -= int(result.rollout.loss_mask.sum())
         if result.rollout is None:
-            raise EpisodeError("the agent body for no turn")
+            raise EpisodeError("the agent asked for no turn")
         if episode.is_full:
             result.rollout = replace(result.rollout, finish_reason="length")
 
