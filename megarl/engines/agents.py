@@ -3,8 +3,8 @@
     messages -> text of the chat template -> longest recorded text that it begins with -> recorded tokens + new tokens
 
 Sampled tokens stand for their text: a request is tokenized only behind the longest sequence whose text begins the text
-of the request. Whole texts are compared, so that routes and log-probabilities stay with their tokens and with all that
-precedes. A request whose text begins with no recorded sequence starts a new sequence, of context alone.
+of the request. Whole texts are compared, so that routes and log-probabilities stay with tokens and context. A request
+whose text begins with no recorded sequence starts a new sequence, of context alone.
 
 The result of the episode is the sequence of the last request that was answered. Tokens of other sequences are dropped.
 
@@ -74,7 +74,7 @@ class Conversation:
     _texts: dict[str, str] = field(default_factory=dict)
     """Name of an answer -> the text that was sampled, without end token."""
 
-    def answer(self, asked: Json) -> Coroutine[Any, Any, Json]:
+    def answer(self, body: Json) -> Coroutine[Any, Any, Json]:
         """Read a request; return the coroutine that samples the answer.
 
         DataError for a request that cannot be served. The coroutine raises errors of the engine.
@@ -82,40 +82,33 @@ class Conversation:
         limits, index = self.player.limits, self._num_requests
         try:
             for key, values in _VALUES.items():
-                if asked.get(key) not in (None, *values):
-                    raise DataError(f"{key}: found {asked[key]!r:.80}, expected one of {values}, or no {key}")
-            tools = None if asked.get("tool_choice") == "none" else asked.get("tools")
-            text = self.chat.render_agent([self._restore(message) for message in asked["messages"]], tools)
-            before = max(filter(text.startswith, self._sequences), key=len, default="")
-            tokens = encode_text(self.player.tokenizer, text[len(before) :], limits.vocabulary)
-            stop, most = asked.get("stop") or [], asked.get("max_completion_tokens") or asked.get("max_tokens")
-            asked["stop"] = [stop] if isinstance(stop, str) else [*filter(None, stop)]
-            longest = min(
-                int(limit) for limit in (limits.turn_tokens, most, limits.response_tokens) if limit is not None
-            )
+                if body.get(key) not in (None, *values):
+                    raise DataError(f"{key}: found {body[key]!r:.80}, expected one of {values}, or no {key}")
+            tools = None if body.get("tool_choice") == "none" else body.get("tools")
+            text = self.chat.render_agent([self._restore(message) for message in body["messages"]], tools)
+            start = max(filter(text.startswith, self._sequences), key=len, default="")
+            tokens = encode_text(self.player.tokenizer, text[len(start) :], limits.vocabulary)
+            stop, max_tokens = body.get("stop") or [], body.get("max_completion_tokens") or body.get("max_tokens")
+            body["stop"] = [stop] if isinstance(stop, str) else [*map(str, filter(None, stop))]
+            longest = min(map(int, filter(None, (limits.turn_tokens, max_tokens, limits.response_tokens))))
             if not text or longest < 1:
                 raise DataError("found no text, or max_tokens below 1")
-        except (AttributeError, EpisodeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, EpisodeError, LookupError, TypeError, ValueError) as error:
             raise DataError(f"the request cannot be read: {describe(error)}") from error
-        if (earlier := self._sequences.get(before, EpisodeResult())).rollout is not None:
+        if (earlier := self._sequences.get(start, EpisodeResult())).rollout is not None:
             tokens = np.concatenate([earlier.rollout.tokens, tokens])
         room = limits.tokens_left(len(tokens), 0)
         self.is_full = room < 1 or index == limits.turns
         if self.is_full:
-            facts = f"found request {index} with {len(tokens)} tokens, expected at most {len(tokens) + room - 1}"
-            raise NoRoomError(f"{facts}, and {limits.turns} requests")
+            bounds = f"at most {len(tokens) + room - 1} in {limits.turns} requests"
+            raise NoRoomError(f"found {len(tokens)} tokens in request {index + 1}, expected {bounds}")
         self._num_requests += 1
         request = replace(self.request, prompt_tokens=tokens, max_response_tokens=min(room, longest))
-        return self._sample(asked, index, text, request, earlier)
+        return self._sample(body, index, text, request, earlier)
 
-    async def _sample(self, asked: Json, index: int, text: str, request: SampleRequest, earlier: EpisodeResult) -> Json:
+    async def _sample(self, body: Json, index: int, text: str, request: SampleRequest, earlier: EpisodeResult) -> Json:
         """Sample the turn after the request's tokens, whose text is ``text``, up to the first stop text."""
-        tokenizer, limits, decode, start = (
-            self.player.tokenizer,
-            self.player.limits,
-            self._decode,
-            len(request.prompt_tokens),
-        )
+        limits, decode, start = self.player.limits, self._decode, len(request.prompt_tokens)
         self._num_sampling += 1
         self._limit(self._ends_at)
         whole, now = await sample_turn(self.session, request, index, earlier.rollout), asyncio.get_running_loop().time()
@@ -123,8 +116,8 @@ class Conversation:
         self._ends_at = self._ends_at or now + limits.episode_s
         self._limit(self._ends_at if self._num_sampling else min(self._ends_at, now + limits.step_s))
         written = decode(whole.tokens[start:])
-        if ends := [written.find(stop) + len(stop) for stop in asked["stop"] if stop in written]:
-            last = step_tokens(tokenizer, whole.tokens[start:], [min(ends)], special_tokens=True)
+        if ends := [written.find(stop) + len(stop) for stop in body["stop"] if stop in written]:
+            last = step_tokens(self.player.tokenizer, whole.tokens[start:], [min(ends)], special_tokens=True)
             whole = cut(whole, start + int(last[0]) + 1)
         generated, turn_ends = whole.tokens[start:], [*earlier.turn_ends, whole.num_tokens - 1]
         self._sequences[text + decode(generated)] = EpisodeResult(whole, turn_ends)
@@ -134,38 +127,38 @@ class Conversation:
             self._last, result.rollout, result.turn_ends = index, whole, turn_ends
             result.turn_rewards = [None] * len(turn_ends)
         content = decode(generated, True)
-        content = content[: min((content.find(stop) for stop in asked["stop"] if stop in content), default=None)]
-        calls = Hermes().calls(content) if asked.get("tools") and is_whole else []
+        content = content[: min((content.find(stop) for stop in body["stop"] if stop in content), default=None)]
+        calls = Hermes().calls(content) if body.get("tools") and is_whole else []
         called = [] if any(call.error for call in calls) else [[call.tool, call.arguments] for call in calls]
         content = Hermes.remove_calls(content) if called else content
         # The template writes the end token.
-        num_ends = int(is_whole and generated[-1] in tokenizer.all_special_ids)
+        num_ends = int(is_whole and generated[-1] in self.player.tokenizer.all_special_ids)
         self._texts[_name(content, called)] = decode(generated[: len(generated) - num_ends])
-        made = [{"name": name, "arguments": json.dumps(value)} for name, value in called]
-        made = [{"id": f"call_{index}_{i}", "index": i, "type": "function", "function": f} for i, f in enumerate(made)]
-        message = {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})
+        parsed = enumerate({"name": name, "arguments": json.dumps(value)} for name, value in called)
+        tools = [{"id": f"call_{index}_{i}", "index": i, "type": "function", "function": f} for i, f in parsed]
+        message = {"role": "assistant", "content": content} | ({"tool_calls": tools} if tools else {})
         pieces = zip((decode([token]) for token in generated), whole.rollout_logprobs[start:].tolist(), strict=True)
         columns = [{"token": t, "logprob": p, "bytes": [*t.encode()], "top_logprobs": []} for t, p in pieces]
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if made else whole.finish_reason}
-        choice["logprobs"] = {"content": columns} if asked.get("logprobs") else None
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if tools else whole.finish_reason}
+        choice["logprobs"] = {"content": columns} if body.get("logprobs") else None
         usage = {"prompt_tokens": start, "completion_tokens": len(generated), "total_tokens": whole.num_tokens}
-        about = {"id": f"chatcmpl-{index}", "object": "chat.completion", "created": 0, "model": str(asked.get("model"))}
+        about = {"id": f"chatcmpl-{index}", "object": "chat.completion", "created": 0, "model": str(body.get("model"))}
         return about | {"choices": [choice], "usage": usage}
 
-    def _limit(self, at: float | None) -> None:
+    def _limit(self, when: float | None) -> None:
         if not self.deadline.expired():
-            self.deadline.reschedule(at)
+            self.deadline.reschedule(when)
 
     def _restore(self, message: Json) -> Json:
         """Return the message as templates take it, with the text that was sampled for the message, if any."""
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or ()
-        content = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        content = content if isinstance(content, str) else "".join(piece["text"] for piece in content)
         called = [[call["function"]["name"], json.loads(call["function"]["arguments"])] for call in calls]
         if role == "assistant" and (text := self._texts.get(_name(content, called))) is not None:
             return {"role": role, "content": text}
-        made = [{"type": "function", "function": {"name": name, "arguments": value}} for name, value in called]
+        tools = [{"type": "function", "function": {"name": name, "arguments": value}} for name, value in called]
         role = "system" if role == "developer" else role
-        return message | {"role": role, "content": content} | ({"tool_calls": made} if made else {})
+        return message | {"role": role, "content": content} | ({"tool_calls": tools} if tools else {})
 
     def _decode(self, tokens: Sequence[int] | np.ndarray, skip: bool = False) -> str:
         decode: Any = self.player.tokenizer.decode
@@ -177,12 +170,12 @@ def _name(content: str, called: list[list[Any]]) -> str:
     return json.dumps([content.strip(), called], sort_keys=True)
 
 
-def _stream(asked: Json, answer: Json) -> bytes:
+def _stream(body: Json, answer: Json) -> bytes:
     """Return an answer as events: the whole message, the reason of its end, and the usage if it is asked for."""
     (choice,), chunk = answer["choices"], answer | {"object": "chat.completion.chunk", "usage": None}
     whole = choice | {"delta": choice.pop("message"), "finish_reason": None}
-    chunks = [chunk | {"choices": [part]} for part in (whole, choice | {"delta": {}, "logprobs": None})]
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    chunks = [chunk | {"choices": [piece]} for piece in (whole, choice | {"delta": {}, "logprobs": None})]
+    if (body.get("stream_options") or {}).get("include_usage"):
         chunks.append(answer | {"object": "chat.completion.chunk", "choices": []})
     return "".join(f"data: {text}\n\n" for text in [*map(json.dumps, chunks), "[DONE]"]).encode()
 
@@ -263,10 +256,10 @@ class ForeignAgent(Agent):
             return web.json_response({"object": "list", "data": [model]})
         if (request.method, request.path) != ("POST", "/v1/chat/completions"):
             raise web.HTTPNotFound(reason=f"found {request.method} {request.path}, expected POST /v1/chat/completions")
-        asked: Any = parse_json(await request.read(), "the request", MOST_BYTES)
+        body: Any = parse_json(await request.read(), "the request", MOST_BYTES)
         episode, tasks = self._episodes[key]
-        episode.answers.append(tasks.create_task(episode.answer(asked)))
+        episode.answers.append(tasks.create_task(episode.answer(body)))
         answer = await episode.answers[-1]
-        if not asked.get("stream"):
+        if not body.get("stream"):
             return web.json_response(answer)
-        return web.Response(body=_stream(asked, answer), content_type="text/event-stream")
+        return web.Response(body=_stream(body, answer), content_type="text/event-stream")

@@ -232,8 +232,8 @@ class Player:
             if budget < 1:  # only in the first turn: the room for later turns is checked below
                 raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
             limit = budget if limits.turn_tokens is None else min(budget, limits.turn_tokens)
-            asked = replace(request, prompt_tokens=tokens, max_response_tokens=limit)
-            result.rollout = whole = await sample_turn(session, asked, index, result.rollout)
+            longer = replace(request, prompt_tokens=tokens, max_response_tokens=limit)
+            result.rollout = whole = await sample_turn(session, longer, index, result.rollout)
             result.turn_ends.append(whole.num_tokens - 1)
             result.turn_rewards.append(None)
             if index == 0:  # the first turn may have waited long in the engine's queue
@@ -281,9 +281,9 @@ async def sample_turn(session: Session, request: SampleRequest, index: int, earl
 
     The request has the seed of the episode. EpisodeError if the engine aborts the turn.
     """
-    known = 0 if earlier is None else known_rows(earlier)
-    turn = await session.sample(replace(request, seed=turn_seed(request.seed, index), known_rows=known))
-    if turn.finish_reason == "abort":
+    num_rows = 0 if earlier is None else known_rows(earlier)
+    turn = await session.sample(replace(request, seed=turn_seed(request.seed, index), known_rows=num_rows))
+    if turn.finish_reason not in ("stop", "length"):
         raise EpisodeError(f"the engine aborted turn {index}") from RolloutError(turn.finish_reason)
     return turn if earlier is None else join(earlier, turn)
 
@@ -351,6 +351,7 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int | None) -> np.ndarray:
+    """Return the tokens of a text, int32 [T]; EpisodeError for a text that tokenizer or model cannot read."""
     if not text:
         return np.zeros(0, dtype=np.int32)
     try:

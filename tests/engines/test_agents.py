@@ -158,7 +158,12 @@ REFUSED: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"messages": "aa"}, 400, None, "TypeError"),
     ({"messages": [{"content": "a"}]}, 400, None, "KeyError: 'role'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "KeyError: 'text'"),
-    ({"messages": [USER | {"content": "a" * 70}]}, 400, "context_length_exceeded", "70 tokens, expected at most 62"),
+    (
+        {"messages": [USER | {"content": "a" * 70}]},
+        400,
+        "context_length_exceeded",
+        "70 tokens in request 1, expected at most 62",
+    ),
     ({"max_tokens": 0.5}, 400, None, "max_tokens below 1"),
     ({"max_tokens": "many"}, 400, None, "ValueError"),
 ]
