@@ -78,7 +78,8 @@ class Policy:
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
         # Without replay the hook only observes: a setting that bypasses the hook costs a metric and is no error.
         train, self.replay = config.train, None
-        if self.shape.moe_layers and not (train.replay == "none" and replay_blockers(vars(self.megatron_config))):
+        blocked = train.replay == "none" and replay_blockers(vars(self.megatron_config))
+        if self.shape.moe_layers and not blocked:
             self.replay = RoutingReplay(self.chunks, train.min_route_agreement, min_score=train.replay_min_score)
 
     def zero_grad(self) -> None:
