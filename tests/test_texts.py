@@ -1,6 +1,7 @@
 """Every text of files/refusals.toml has a place that raises it, with the facts that the text names."""
 
 import ast
+import re
 import string
 import tomllib
 from pathlib import Path
@@ -18,7 +19,7 @@ def in_order(node: Any) -> tuple[int, int]:
 def test_texts_and_facts_fit() -> None:
     texts = tomllib.loads((FOLDER / "files" / "refusals.toml").read_text("utf-8"))
     fields = {
-        name: {field.partition(".")[0] for _, field, _, _ in string.Formatter().parse(text) if field}
+        name: {re.split(r"[.\[]", field)[0] for _, field, _, _ in string.Formatter().parse(text) if field}
         for name, text in texts.items()
     }
     facts = dict[str, set[str]]()

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megarl.core.devices import to_device
 from megarl.core.types import REPLAYED, Rollout, TrainBatch
 from megarl.errors import TraceError
+from megarl.files.texts import refusal
 from megarl.megatron.distributed import gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
 from megarl.models.shapes import ModelShape
@@ -113,10 +114,8 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     if is_lacking.any():
         row, column = np.argwhere(is_lacking)[0]
         sequence, position = divmod(int(wanted_rows[row]), 1 << 32)
-        raise TraceError(
-            f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
-            f"({np.count_nonzero(is_lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
-        )
+        facts = {"sequence": sequence, "position": position, "layer": want.layers[column]}
+        raise TraceError(refusal("row_on_no_rank", lacking=np.count_nonzero(is_lacking), **facts))
     return result.transpose(0, 1).contiguous().transpose(0, 1)  # each replay of it reads one layer at a time
 
 
@@ -162,10 +161,7 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool =
             raise TraceError(f"{r.label}: no routed experts, but replay needs them: was the engine asked for routes?")
         RoutingTrace(experts, shape.num_experts, r.routed_mask, r.label)
         if experts.shape[1:] != expected:
-            raise TraceError(
-                f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
-                f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
-            )
+            raise TraceError(refusal("routes_of_other_model", r=r, shape=experts.shape, expected=expected))
         rows = slice(None) if r.routed_mask is None else r.routed_mask
         if gates and (r.gate_weights is None or not np.isfinite(r.gate_weights[rows]).all()):
             raise TraceError(f"{r.label}: gate weights are absent or not finite, expected one for each expert of a row")
@@ -184,10 +180,8 @@ def _check_keys(rollout: Rollout, num_layers: int, topk: int) -> None:
     present = np.ones(len(keys), bool) if rollout.routed_mask is None else rollout.routed_mask
     if (is_wrong := ~is_right.all(-1) & present[:, None]).any():
         token, layer = np.argwhere(is_wrong)[0]
-        raise TraceError(
-            f"{rollout.label}, token {token}: keys {keys[token, layer].tolist()} of indexer {layer}, expected "
-            f"{min(token + 1, topk)} different positions up to {token}, then -1"
-        )
+        facts = {"rollout": rollout, "token": token, "keys": keys[token, layer].tolist(), "layer": layer}
+        raise TraceError(refusal("keys_of_indexer", count=min(token + 1, topk), **facts))
 
 
 def deliver_routes(

@@ -17,17 +17,13 @@ import torch
 
 from megarl.core.devices import DeviceChecks, to_device
 from megarl.errors import AgreementError, ReplayError
+from megarl.files.texts import refusal
 from megarl.replay.records import MicroRoutes
 
 MOST_SAMPLED = 128  # rows of a micro-batch for which the routers' own choice is computed
 LEAST_JUDGED = 8  # fewer rows are never refused, because a few rows disagree by chance
 MOST_CHANCE = 0.5  # a larger one would make the normal disagreement of two engines count as much as a mistake
 LEAST_FOR_CHANCE = 64  # sampled rows of a layer that are needed to measure its chance; with fewer, it is K / E
-
-_USUAL = (
-    "Likely rows are shifted, transposed ([b, s] in place of [s, b]), of another micro-batch, or in another order of "
-    "layers than RoutingReplay.layers; or routes are of another model, of much older weights, or of another rank"
-)
 
 
 def sample_rows(routes: MicroRoutes) -> torch.Tensor:
@@ -48,10 +44,7 @@ def check_tokens(routes: Sequence[MicroRoutes], input_tokens: Mapping[int, torch
             continue
         expected = len(routes[micro].experts)
         if len(input_ids) != expected:
-            raise ReplayError(
-                f"micro-batch {micro}: the model gets {len(input_ids)} tokens, but its routers see {expected} rows, so "
-                "token_ids cannot be compared; omit them from MicroRoutes for such a model"
-            )
+            raise ReplayError(refusal("ids_of_other_rows", micro=micro, tokens=len(input_ids), expected=expected))
         differs = _find_other_tokens(routes[micro], input_ids)
         checks.add(differs.any(), partial(_refuse_tokens, micro, routes[micro], input_ids))
         num_compared += 1
@@ -69,10 +62,9 @@ def _refuse_tokens(micro: int, routes: MicroRoutes, input_ids: torch.Tensor) -> 
     assert routes.token_ids is not None
     wrong = _find_other_tokens(routes, input_ids).nonzero()[:, 0]
     row = int(wrong[0])
-    raise ReplayError(
-        f"micro-batch {micro}: {len(wrong)} of {len(input_ids)} routes are of other tokens than the model gets "
-        f"(row {row}: token {int(routes.token_ids[row])}, expected {int(input_ids[row])}). {_USUAL}"
-    )
+    facts = {"micro": micro, "wrong": len(wrong), "tokens": len(input_ids), "row": row}
+    facts |= {"routed": int(routes.token_ids[row]), "token": int(input_ids[row])}
+    raise ReplayError(refusal("routes_of_other_tokens", usual=refusal("usual_mistakes"), **facts))
 
 
 def check_agreement(
@@ -105,12 +97,10 @@ def check_agreement(
         place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
         share = by_micro[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
         by_chance = overall if wrong else float(chance[columns[0]])
-        error = AgreementError(
-            f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
-            f"be chance, expected at least {by_chance + limit * (1 - by_chance):.0%} (min_agreement = {limit:g}). "
-            f"{len(wrong)} of {len(by_micro)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
-            f"{_USUAL}"
-        )
+        facts = {"place": place, "share": share, "chance": by_chance, "least": by_chance + limit * (1 - by_chance)}
+        facts |= {"limit": limit, "wrong": len(wrong), "micros": len(by_micro), "columns": len(columns)}
+        facts |= {"layers": len(layers), "usual": refusal("usual_mistakes")}
+        error = AgreementError(refusal("agreement_is_low", **facts))
         error.micro_batches = tuple(wrong)
         raise error
     return shares

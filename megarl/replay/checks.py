@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.replay.hooks import Hook
 from megarl.replay.megatron_state import RELEASE
 from megarl.replay.records import MicroRoutes
@@ -48,11 +49,8 @@ def find_routers(chunk: Any, shape: MoeShape | None = None) -> list[TopKRouter]:
             reason = f"moe_layer_freq = {layer.config.moe_layer_freq!r}" if shape is None else "the MoeShape"
             expected = int(number - 1 in planned.moe_layers)
         if len(routers) != expected:
-            raise ReplayError(
-                f"layer {number - 1}: found {len(routers)} routers, expected {expected} by {reason}; replay would skip "
-                f"this layer. A MoE layer must be Megatron's, and its router a TopKRouter of megatron-core {RELEASE} "
-                "or a subclass, which asks router_replay for its experts"
-            )
+            facts = {"layer": number - 1, "routers": len(routers), "expected": expected, "reason": reason}
+            raise ReplayError(refusal("routers_of_layer", release=RELEASE, **facts))
         found_routers += routers
     return found_routers
 
@@ -61,17 +59,10 @@ def _check_choice(router: TopKRouter, layer: int, is_exempt: bool) -> None:
     """ReplayError if the router chooses experts by code that replay does not know, unless it is exempt, and must."""
     name, code = type(router).__name__, _find_choice(router)
     if code and not is_exempt:
-        raise ReplayError(
-            f"layer {layer}: its router is a {name}, and {code} is not that of megatron-core {RELEASE}: its experts "
-            "may not be those that router_replay returns. Override gating instead; or, if they always are, set "
-            f"{code.partition('.')[0]}.asks_router_replay = True; or, if they follow from token ids, give "
-            "RoutingReplay a MoeShape with the layer in exempt_layers"
-        )
+        facts = {"layer": layer, "name": name, "code": code, "release": RELEASE, "owner": code.partition(".")[0]}
+        raise ReplayError(refusal("router_not_checked", **facts))
     if is_exempt and not code:
-        raise ReplayError(
-            f"layer {layer} is exempt from replay, but its {name} chooses experts by hidden states; expected a router "
-            "with a table of token ids: leave the layer out of exempt_layers"
-        )
+        raise ReplayError(refusal("exempt_by_states", layer=layer, name=name))
 
 
 def _find_choice(router: TopKRouter) -> str:
@@ -95,10 +86,7 @@ def check_routers(routers: Sequence[Any]) -> None:
     for router in routers:
         config = router.config
         if not hasattr(router, "router_replay"):
-            raise ReplayError(
-                f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16 to 0.19; "
-                "run `megarl patch apply`, or install one of those"
-            )
+            raise ReplayError(refusal("no_replay_hook", release=RELEASE))
         if (config.num_moe_experts or 0) > MOST_EXPERTS:
             raise ReplayError(f"{config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
         for blocker in replay_blockers(vars(config)):
@@ -125,11 +113,7 @@ def check_chunks(chunks: Sequence[Any]) -> None:
     if expected is None and parallel_state.model_parallel_is_initialized():
         expected = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     if len(chunks) != (expected or 1):
-        raise ReplayError(
-            f"found {len(chunks)} model chunks, expected {expected or 1} "
-            f"(virtual_pipeline_model_parallel_size = {expected}): give RoutingReplay all chunks of one model on this "
-            "rank, and make one RoutingReplay per model"
-        )
+        raise ReplayError(refusal("chunks_of_model", chunks=len(chunks), at_least=expected or 1, expected=expected))
 
 
 def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], recorded: bool) -> MicroRoutes:
@@ -143,10 +127,8 @@ def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence
     experts, present, token_ids = micro_routes.experts, micro_routes.present, micro_routes.token_ids
     topk = {hook.topk for hook in hooks} or {*experts.shape[2:]}
     if experts.dim() != 3 or experts.size(1) != len(hooks) or experts.size(2) not in topk:
-        raise ReplayError(
-            f"{label}: routes of shape {tuple(experts.shape)}, expected [tokens, {len(hooks)} MoE layers of this rank, "
-            f"top-{max(topk, default='k')}]"
-        )
+        facts = {"label": label, "shape": tuple(experts.shape), "layers": len(hooks), "most": max(topk, default="k")}
+        raise ReplayError(refusal("shape_of_routes", **facts))
     if (gates := micro_routes.gates) is not None and (gates.shape != experts.shape or not gates.is_floating_point()):
         form = f"{gates.dtype} {list(gates.shape)}"
         raise ReplayError(f"{label}: gates are {form}, expected floating {list(experts.shape)} as of experts")

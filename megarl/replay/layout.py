@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from megarl.core.parallel import held_tokens, sequence_parallel_slice, zigzag_indices
 from megarl.errors import ReplayError
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.replay.records import MicroRoutes
 from megarl.routes import RoutingTrace
 
@@ -56,10 +57,8 @@ def local_rows(
     if lead != (2 if cu_seqlens is None else 1):
         raise ReplayError(f"experts are {list(experts.shape)}, expected {form}; packed sequences need cu_seqlens")
     if experts.size(-2) != len(shape.moe_layers):
-        raise ReplayError(
-            f"experts have {experts.size(-2)} layers, expected all {len(shape.moe_layers)} MoE layers of the model "
-            f"({list(shape.moe_layers)}), without dense and exempt ones: rows() takes the columns of this rank itself"
-        )
+        facts = {"layers": experts.size(-2), "expected": len(shape.moe_layers), "moe_layers": list(shape.moe_layers)}
+        raise ReplayError(refusal("layers_of_routes", **facts))
     for name, column, dims in (("present", present, lead), ("token_ids", token_ids, lead), ("gates", gates, lead + 2)):
         if column is not None and column.shape != experts.shape[:dims]:
             raise ReplayError(f"{name} is {list(column.shape)}, expected {list(experts.shape[:dims])} as of experts")

@@ -27,6 +27,7 @@ from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from megarl.errors import ReplayError
+from megarl.files.texts import refusal
 
 if TYPE_CHECKING:
     from megarl.replay.hooks import Hook
@@ -205,10 +206,7 @@ class PassLog:
         if session is None:
             self._refuse("the block of its forward pass has closed", hook)
         if first and hook.column in current.asked:
-            raise ReplayError(
-                f"layer {hook.layer}: its router was called twice in the forward pass of micro-batch {current.micro}; "
-                "run a probe of single layers outside the block, or the whole model"
-            )
+            raise ReplayError(refusal("router_called_twice", hook=hook, current=current))
         if first:
             current.asked.add(hook.column)
         for entry in around:
@@ -275,17 +273,12 @@ class PassLog:
         if not flying and hook.is_first:
             return block.start(hook.chunk, True)
         if len(flying) != 1:
-            raise ReplayError(
-                f"layer {hook.layer}: called outside of a forward pass of the model, and it could belong to "
-                f"{len(flying)} micro-batches; run the layers of one micro-batch after the other, or call the model"
-            )
+            raise ReplayError(refusal("layer_without_pass", hook=hook, passes=len(flying)))
         return flying[0]
 
     def _refuse(self, reason: str, hook: Hook | None = None) -> NoReturn:
-        raise ReplayError(
-            f"{'' if hook is None else f'layer {hook.layer}: '}recomputation of an unknown forward pass: {reason}; run "
-            "the backward pass inside the same block as its forward pass"
-        )
+        facts = {"layer": "" if hook is None else f"layer {hook.layer}: ", "reason": reason}
+        raise ReplayError(refusal("unknown_recomputation", **facts))
 
 
 _NO_REGION = (

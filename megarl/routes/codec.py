@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.errors import TraceError
+from megarl.files.texts import refusal
 from megarl.routes.trace import RoutingTrace, narrow_dtype
 
 MAGIC = b"MRLT"
@@ -46,10 +47,7 @@ class _Shape:
         if self.num_tokens >= 1 << 32 or self.num_layers >= 1 << 16:
             raise TraceError(f"{sizes}, expected fewer than 2^32 tokens and 2^16 layers: no header holds these")
         if not (1 <= self.num_experts <= 65536 and self.top_k <= min(self.num_experts, MAX_TOP_K)):
-            raise TraceError(
-                f"{sizes} experts, expected 1..65536 experts and at most top-{MAX_TOP_K} of them: the data is damaged, "
-                "or the model has another top-k than traces hold"
-            )
+            raise TraceError(refusal("sizes_of_routes", sizes=sizes, max_top_k=MAX_TOP_K))
 
     def check_free(self, num_present: int, label: str) -> None:
         """TraceError if too much of the trace is backed by nothing but the header and the mask."""
@@ -57,10 +55,8 @@ class _Shape:
         # Without experts a row still takes a byte where rows are checked, so that no factor may be 0.
         dtype = np.dtype(narrow_dtype(self.num_experts))
         if num_free * max(1, self.num_layers) * max(1, self.top_k) * dtype.itemsize > MAX_FREE_BYTES:
-            raise TraceError(
-                f"{label}: {num_free} tokens of {self.num_layers} layers, top-{self.top_k}, hold no route, expected at "
-                f"most {MAX_FREE_BYTES} bytes of experts without one: cut the sequence, or leave its missing rows out"
-            )
+            facts = {"label": label, "num_free": num_free, "shape": self, "max_free_bytes": MAX_FREE_BYTES}
+            raise TraceError(refusal("tokens_without_route", **facts))
 
 
 def encode(trace: RoutingTrace) -> bytes:
@@ -92,19 +88,14 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
     if has_mask:
         size = -(-shape.num_tokens // 8)
         if len(payload) < size:
-            raise TraceError(
-                f"{label}: a payload of {len(payload)} bytes, expected {size} for the mask of {shape.num_tokens} "
-                "tokens alone: the data is damaged"
-            )
+            raise TraceError(refusal("length_of_mask", label=label, length=len(payload), size=size, shape=shape))
         present = np.unpackbits(payload[:size], count=shape.num_tokens, bitorder="little").astype(bool)
         payload, num_present = payload[size:], int(np.count_nonzero(present))
     count = num_present * shape.num_layers * shape.top_k
     expected = -(-count * shape.bits // 8)
     if len(payload) != expected:  # before anything large is allocated
-        raise TraceError(
-            f"{label}: {len(payload)} bytes of routes, expected {expected} for {num_present} tokens of "
-            f"{shape.num_layers} layers, top-{shape.top_k} of {shape.num_experts}: the data is damaged"
-        )
+        facts = {"label": label, "length": len(payload), "expected": expected, "num_present": num_present}
+        raise TraceError(refusal("length_of_routes", shape=shape, **facts))
     shape.check_free(num_present, label)
     experts = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), narrow_dtype(shape.num_experts))
     stored = np.zeros((num_present, *experts.shape[1:]), experts.dtype)
@@ -118,20 +109,14 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
 def _read_header(data: memoryview, label: str) -> tuple[_Shape, bool]:
     """Return the shape, and whether there is a mask."""
     if len(data) < HEADER_BYTES:
-        raise TraceError(
-            f"{label}: {len(data)} bytes, expected at least the {HEADER_BYTES} of a header: the data is cut off, or is "
-            f"no routing trace"
-        )
+        raise TraceError(refusal("length_of_header", label=label, length=len(data), header_bytes=HEADER_BYTES))
     magic, version, crc = _START.unpack_from(data)
     if magic != MAGIC:
         raise TraceError(f"{label}: begins with {magic!r}, expected {MAGIC!r}: this is no encoded routing trace")
     if version != VERSION:
         raise TraceError(f"{label}: format version {version}, expected {VERSION}: of another megarl; record again")
     if zlib.crc32(data[_START.size :]) != crc:
-        raise TraceError(
-            f"{label}: the data of {len(data)} bytes does not match its checksum: it is cut off, damaged, or has "
-            f"others behind it; fetch it again"
-        )
+        raise TraceError(refusal("checksum_of_routes", label=label, length=len(data)))
     has_mask, num_layers, top_k, last_expert, num_tokens = _SHAPE.unpack_from(data, _START.size)
     if has_mask > 1:
         raise TraceError(f"{label}: a mask {has_mask}, expected 0 or 1: the data is damaged")

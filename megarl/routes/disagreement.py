@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.errors import TraceError
+from megarl.files.texts import refusal
 from megarl.routes.trace import RoutingTrace
 
 if TYPE_CHECKING:
@@ -99,10 +100,8 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Disagreement:
 def common_rows(a: RoutingTrace, b: RoutingTrace) -> np.ndarray:
     """bool [T], tokens whose row both traces hold. Raises TraceError unless they are of the same tokens and model."""
     if a.experts.shape != b.experts.shape or a.num_experts != b.num_experts:
-        raise TraceError(
-            f"{a.label} has {list(a.experts.shape)} of {a.num_experts} experts, {b.label} has "
-            f"{list(b.experts.shape)} of {b.num_experts}: only traces of the same tokens and model compare"
-        )
+        facts = {"a": a, "shape_a": list(a.experts.shape), "b": b, "shape_b": list(b.experts.shape)}
+        raise TraceError(refusal("shapes_to_compare", **facts))
     return a.row_mask & b.row_mask
 
 

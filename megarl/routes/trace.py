@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.errors import TraceError
+from megarl.files.texts import refusal
 
 
 def narrow_dtype(num_experts: int, signed: bool = False) -> type[np.integer]:
@@ -42,18 +43,12 @@ class RoutingTrace:
         if experts.ndim != 3 or experts.dtype.kind not in "iu":
             raise TraceError(f"{label}: experts are {experts.dtype} {list(experts.shape)}, expected integers [T, L, K]")
         if not 1 <= self.num_experts <= 65536 or experts.shape[2] > self.num_experts:
-            raise TraceError(
-                f"{label}: top-{experts.shape[2]} of {self.num_experts} experts; "
-                f"num_experts must be 1..65536 and at least the top-k"
-            )
+            raise TraceError(refusal("topk_of_trace", label=label, topk=experts.shape[2], num_experts=self.num_experts))
         mask = None if self.present is None else np.asarray(self.present)
         if mask is not None and (mask.dtype != np.bool_ or mask.shape != experts.shape[:1]):
             raise TraceError(f"{label}: present is {mask.dtype} {list(mask.shape)}, expected bool [{len(experts)}]")
         if error_text := describe_wrong_row(experts, self.num_experts, mask):
-            raise TraceError(
-                f"{label}, {error_text}. Likely the trace is of another model, is not aligned with its tokens, or "
-                "has padding: mark rows that the engine did not record as not present, and leave dense layers out"
-            )
+            raise TraceError(refusal("trace_of_other_model", label=label, error_text=error_text))
         narrow = experts.astype(narrow_dtype(self.num_experts), order="C")
         if mask is not None:
             narrow[~mask] = 0

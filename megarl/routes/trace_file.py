@@ -23,6 +23,7 @@ from safetensors.numpy import save
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, DataError, TraceError
 from megarl.files.foreign_json import require_regular
+from megarl.files.texts import refusal
 from megarl.files.writing import write_atomically
 from megarl.routes import RoutingTrace, decode, encode
 from megarl.routes.turns import row_versions
@@ -118,10 +119,7 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
 def _check_model(trace: RoutingTrace, info: TraceInfo, num_tokens: int, label: str) -> None:
     shape, expected = list(trace.experts.shape), [num_tokens, len(info.layers), info.top_k]
     if shape != expected or trace.num_experts != info.num_experts:
-        raise TraceError(
-            f"{label}: routes {shape} of {trace.num_experts} experts, expected {expected} of {info.num_experts} for "
-            f"{info.model}"
-        )
+        raise TraceError(refusal("routes_in_file", label=label, shape=shape, trace=trace, expected=expected, info=info))
 
 
 class _Metadata(BaseModel):
@@ -201,10 +199,8 @@ def common_names(a: TraceFile, b: TraceFile) -> list[str]:
     """Names that both files have, in the order of the first. TraceError if none, or for models of other shapes."""
     for name in ("layers", "num_experts", "top_k"):
         if getattr(a.info, name) != getattr(b.info, name):
-            raise TraceError(
-                f"{a.path} has {name} {getattr(a.info, name)}, {b.path} has {getattr(b.info, name)}: only traces of "
-                f"models of the same shape can be compared"
-            )
+            facts = {"a": a, "name": name, "value_a": getattr(a.info, name), "b": b, "value_b": getattr(b.info, name)}
+            raise TraceError(refusal("model_of_files", **facts))
     names = [name for name in a.names if name in b]
     if not names:
         begins = f"they begin with {a.names[:2]} and {b.names[:2]}"
@@ -219,10 +215,7 @@ def require_same_tokens(a: TracedSequence, b: TracedSequence) -> None:
     if len(a.tokens) != len(b.tokens):
         raise TraceError(f"{a.name}: {len(a.tokens)} tokens in one file and {len(b.tokens)} in the other")
     index = int((a.tokens != b.tokens).argmax())
-    raise TraceError(
-        f"{a.name}: token {index} is {a.tokens[index]} in one file and {b.tokens[index]} in the other; only "
-        "routes of the same text can be compared"
-    )
+    raise TraceError(refusal("token_in_files", a=a, index=index, token_a=a.tokens[index], token_b=b.tokens[index]))
 
 
 def _number(names: Sequence[str], path: Path) -> dict[str, int]:

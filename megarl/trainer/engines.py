@@ -29,6 +29,7 @@ from megarl.engines.sglang.transports.protocol import Tensors, Transport
 from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
 from megarl.errors import ConfigError, RolloutError, printable, some
 from megarl.files.hf_config import find_quantization
+from megarl.files.texts import refusal
 from megarl.files.writing import find_tokenizer_code
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
@@ -48,9 +49,7 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
         return factory(config, tell)
     engine = call_own(f'rollout.engine "{config.rollout.engine}"', factory, config, tell)
     if not callable(getattr(engine, "update_weights", None)):
-        raise ConfigError(
-            f'rollout.engine "{config.rollout.engine}": its factory made a {type(engine).__name__}, expected an Engine'
-        )
+        raise ConfigError(refusal("factory_of_engine", config=config, kind=type(engine).__name__))
     return engine
 
 
@@ -126,10 +125,7 @@ def make_transport(config: Config) -> Transport:
     for start, end in zip(leaders, [*leaders[1:], len(local_ranks)], strict=True):
         on_node = local_ranks[start:end]
         if missing := sorted({*gpus} - {*on_node}):
-            raise ConfigError(
-                f"sglang.gpus: found {missing}, where a node with {len(on_node)} ranks of the trainer has none, "
-                f'expected a rank on each of {gpus}; set sglang.sync = "distributed" if the trainer uses none of them'
-            )
+            raise ConfigError(refusal("gpus_without_rank", missing=missing, ranks=len(on_node), gpus=gpus))
         members = [rank for rank in range(start, end) if local_ranks[rank] in (0, *gpus)]
         group = dist.new_group(members, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
         if isinstance(group, dist.ProcessGroup):  # ranks outside of the group get a number

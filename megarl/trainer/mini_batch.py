@@ -20,6 +20,7 @@ from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.ratios import segment_expand
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
+from megarl.files.texts import refusal
 from megarl.megatron.distributed import all_sum
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.replay import MicroRoutes, RouterScores
@@ -158,10 +159,7 @@ def check_missing_rows(batch: TrainBatch, limit: float) -> None:
     missing[batch.cu_seqlens[1:].numpy() - 1] = False
     share = np.count_nonzero(missing) / len(missing)
     if share > limit:
-        raise TraceError(
-            f"{share:.1%} of the tokens have no recorded route, more than train.max_missing_rows = {limit:.1%}; "
-            "find out why the engine lost them, or raise the limit: missing rows route natively"
-        )
+        raise TraceError(refusal("missing_rows", share=share, limit=limit))
 
 
 def collect_sequences(minis: Sequence[MiniBatch], owned: Sequence[Sequence[int]]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.errors import DamageError, MegarlError, PeerError, RolloutError, SaveError, StopError, WeightSyncError
+from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint, folders
 from megarl.megatron.checkpoints.saver import Saver
@@ -95,10 +96,7 @@ class RunCheckpoints:
                 return step, path
             faults[path] = fault
         if faults:
-            raise DamageError(
-                f"no checkpoint is intact: {'; '.join(faults.values())}. Put an intact copy back, or remove "
-                f"{self.folder} to go on from step 0"
-            )
+            raise DamageError(refusal("no_intact_checkpoint", faults="; ".join(faults.values()), folder=self.folder))
         return None
 
     def save(self, done: int, sampling: dict[str, Any] | None = None) -> None:

@@ -30,6 +30,7 @@ from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import has_routes, pack
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, RolloutError
+from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.policy import Policy
@@ -71,10 +72,7 @@ class TrainStep:
 
         def check_and_pack() -> TrainBatch:
             if not rollouts:
-                raise RolloutError(
-                    "this rank has no sequence of the mini-batch, expected one or more on every data-parallel rank; "
-                    "lower train.mini_batches or raise rollout.prompts_per_step"
-                )
+                raise RolloutError(refusal("rank_without_sequence"))
             if is_r3 or is_recorded:
                 check_rollouts(rollouts, shape, train.replay_gates, train.replay_indexer)
             batch = pack(rollouts, advantages)

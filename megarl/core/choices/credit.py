@@ -9,6 +9,7 @@ from typing import Literal
 
 from megarl.core.choices.parts import PoolScale
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 
 Statistics = Literal["pool", "trained"]
 Weigh = Literal["sample", "prompt"]
@@ -72,8 +73,5 @@ def parse_objective(objective: str) -> tuple[str, float]:
     except ValueError:
         exponent = 0.0
     if kind != "power" or not 0 < exponent < float("inf"):
-        raise ConfigError(
-            f'objective {objective!r} is unknown; expected "log", "raft", "linear", "arcsin" or "power:A" with a '
-            'number A > 0, as in "power:0.5"'
-        )
+        raise ConfigError(refusal("objective_of_allocation", objective=objective))
     return kind, exponent

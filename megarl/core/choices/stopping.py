@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megarl.core.choices.records import call_own, name_of
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 
 Keep = Literal["balance", "pos", "any"]
 """Choice of the samples that train; see ``megarl.core.sampling.subsampling``."""
@@ -110,10 +111,7 @@ class Sequential(SamplingRule):
         if self.tiers and sorted({0, self.max_samples, *self.tiers}) != [0, *self.tiers]:
             raise ConfigError(f"Sequential: tiers are {self.tiers}, expected to rise from 1 or more to max_samples")
         if min(self.positives, self.negatives) < 0 or not 1 <= self.positives + self.negatives <= self.max_samples:
-            raise ConfigError(
-                f"Sequential: {self.positives} positives and {self.negatives} negatives to exit, expected at least one "
-                f"and at most max_samples = {self.max_samples} of them together"
-            )
+            raise ConfigError(refusal("counts_to_exit", rule=self))
         _check_train_size("Sequential", self.train_size, self.max_samples)
 
     def next_samples(self, prompt: int, num_asked: int, positives: int, negatives: int) -> int:
@@ -163,10 +161,8 @@ class Own(SamplingRule):
     def _ask(self, num_asked: int, positives: int, negatives: int) -> int:
         count: Any = call_own("rule", self.function, num_asked, positives, negatives)
         if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 0:
-            raise ConfigError(
-                f"rule: the function {name_of(self.function)} returned {count!r:.80} for asked = {num_asked}, "
-                f"positives = {positives}, negatives = {negatives}; expected a whole number of samples, 0 to end"
-            )
+            facts = {"function": name_of(self.function), "count": count, "num_asked": num_asked}
+            raise ConfigError(refusal("count_of_rule", positives=positives, negatives=negatives, **facts))
         return int(count)
 
 

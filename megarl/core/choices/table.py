@@ -14,6 +14,7 @@ from typing import Any
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.records import make
 from megarl.errors import ConfigError, UnknownNameError
+from megarl.files.texts import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(_read_rows())
 class _Objectives(dict[str, Objective]):
     def __missing__(self, name: object) -> Objective:
         close = difflib.get_close_matches(str(name).lower(), self, n=3) or ["minirl", "grpo"]
-        raise UnknownNameError(
-            f"objective {name!r} is unknown; did you mean {' or '.join(close)}? All {len(self)} names are in "
-            "docs/objectives.md and in list(megarl.core.objectives.OBJECTIVES)"
-        )
+        raise UnknownNameError(refusal("unknown_objective", name=name, close=" or ".join(close), count=len(self)))
 
 
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType(_Objectives({name: TABLE[name].objective for name in TABLE}))

@@ -20,6 +20,7 @@ from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Polici
 from megarl.core.choices.records import call_own, name_of
 from megarl.core.devices import DeviceChecks
 from megarl.errors import ConfigError, NumericsError
+from megarl.files.texts import refusal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +94,8 @@ class TokenColumns:
             raise ValueError(f"logprobs is {list(logprobs.shape)}, expected [b, s]; packed columns need no of_padded")
         names = ["old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "ref_logprobs", "router_drift"]
         if missing := [name for name in names[:4] if name not in batch]:
-            raise ValueError(
-                f"the batch has no {missing[0]}, expected {', '.join(names[:4])}, each {list(logprobs.shape)}"
-            )
+            facts = {"column": missing[0], "columns": ", ".join(names[:4]), "shape": list(logprobs.shape)}
+            raise ValueError(refusal("batch_lacks", **facts))
         columns = {name: batch[name] for name in names if name in batch}
         for name, column in columns.items():
             if column.shape != logprobs.shape:
@@ -236,11 +236,7 @@ def _refuse_values(columns: TokenColumns) -> None:
 def _refuse_negative_advantages(objective: Objective, columns: TokenColumns) -> None:
     bad = columns.loss_mask & (columns.advantages < 0)
     first = ratios.describe_first("advantages", columns.advantages, bad)
-    raise ConfigError(
-        f"{first}, but {objective.advantage!r}, the advantage of this objective, is never negative; these belong to "
-        "another objective, and would make responses less likely: give the result of "
-        "megarl.core.objectives.advantages_of(objective, rewards, groups)"
-    )
+    raise ConfigError(refusal("negative_advantage", first=first, objective=objective))
 
 
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:
@@ -282,10 +278,8 @@ def check_returned(
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
-        raise NumericsError(
-            f"{subject} {values[first].item()} at {unit} {first} of {len(values)} ({int(bad.sum())} such {unit}s that "
-            "train), expected finite numbers"
-        )
+        facts = {"subject": subject, "value": values[first].item(), "unit": unit, "first": first}
+        raise NumericsError(refusal("result_not_finite", count=len(values), bad=int(bad.sum()), **facts))
     return values
 
 

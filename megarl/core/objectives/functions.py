@@ -21,6 +21,7 @@ from megarl.core.objectives.columns import (
 from megarl.core.objectives.loss import BatchFacts, Coefficients, coefficients, state_coefficients
 from megarl.core.objectives.responses import advantages_of
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]
 
@@ -45,10 +46,7 @@ def function_coefficients(
     if isinstance(result, Coefficients):
         result, metrics = result.values, result.metrics
         if not isinstance(metrics, Mapping) or not all(isinstance(stat, Stat) for stat in metrics.values()):
-            raise ConfigError(
-                f"{label}: the function {name_of(function)} returned metrics that are no mapping to "
-                "megarl.core.metrics.Stat"
-            )
+            raise ConfigError(refusal("metrics_of_function", label=label, function=name_of(function)))
     keep = prepare(columns, denominators, objective, checks).keep
     values = check_returned(label, function, result, columns.logprobs, keep)
     # With weight 1 and mask 1 the equation divides the values in the place of advantages by D.
@@ -67,10 +65,7 @@ def try_functions(
     if callable(objective.advantage):
         values = advantages_of(objective, [1.0, 0.0], [0, int(group_size == 1)])
         if group_size == 1 and not values.any():
-            raise ConfigError(
-                f"rollout.group_size: found 1 with the advantage {name_of(objective.advantage)}, which is 0 for single "
-                "responses with the rewards 1 and 0: every gradient would be 0; set 2 or more, or another advantage"
-            )
+            raise ConfigError(refusal("advantage_of_group", advantage=name_of(objective.advantage)))
     logprobs = torch.tensor([-0.1, -1.0, -0.5, -2.0], device=device)
     signs, bounds = (torch.tensor(values, device=device) for values in ([1.0, 1.0, -1.0, -1.0], [0, 2, 4]))
     advantages = signs.clamp(min=0) if objective.advantage in NON_NEGATIVE_ADVANTAGES else signs

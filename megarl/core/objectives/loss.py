@@ -33,6 +33,7 @@ from megarl.core.objectives.columns import (
 from megarl.core.objectives.masks import Trusted, batch_bound, find_trusted
 from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,10 +186,7 @@ def policy_loss(
     loss = -(result.values.detach() * logprobs).sum()
     if result.entropy is not None:
         if entropies is None:
-            raise ConfigError(
-                f"objective: entropy_coef {objective.entropy_coef} needs the entropies of the tokens; give them to "
-                "policy_loss, or set entropy_coef to 0"
-            )
+            raise ConfigError(refusal("bonus_without_entropies", objective=objective))
         loss = loss - (result.entropy * torch.where(result.entropy != 0, entropies, 0.0)).sum()
     return loss, {**result.metrics, "loss": Stat.total(loss)}
 
@@ -196,17 +194,11 @@ def policy_loss(
 def check_columns(objective: Objective, state: TokenState) -> None:
     """Raise ConfigError if a column needed by a penalty or a mask is missing."""
     if state.ref_logprobs is None and any(p.to == "ref" and p.coef for p in objective.penalties):
-        raise ConfigError(
-            "objective: a penalty to the reference needs the column ref_logprobs, which the batch does not have; "
-            "compute the reference policy's log-probabilities, or choose an objective without a KL"
-        )
+        raise ConfigError(refusal("no_reference", part="a penalty to the reference"))
     if state.router_drift is None and objective.router_shift_floor is not None:
         raise ConfigError("objective: router_shift_floor needs the column router_drift (RoutingReplay, option scored)")
     if state.topk is None and objective.needs_topk:
-        raise ConfigError(
-            "objective: a mask of the sampler's top K tokens needs the column topk (TokenColumns.topk), which the "
-            "batch does not have: megarl's engines do not record it; choose statistic 'tv' or 'kl'"
-        )
+        raise ConfigError(refusal("mask_without_topk"))
 
 
 def _by_batch(mask: object) -> TypeGuard[Mask]:

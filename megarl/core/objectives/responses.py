@@ -20,6 +20,7 @@ from megarl.core.choices.table import find_objective
 from megarl.core.objectives.columns import call_part
 from megarl.core.ratios import segment_expand, segment_sum
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 
 Components = tuple[Values, Values]
 """Several rewards of each response [N, M], and their weights [M]."""
@@ -63,19 +64,12 @@ def advantages_of(
         ids, every = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(values, dtype=torch.bool)
         values = call_part("advantage", name, values, ids, expected=values, trains=every)
     elif name in TOKEN_ADVANTAGES:
-        raise ConfigError(
-            f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "
-            "reward for each; use step_advantages() with the rewards of steps for 'process', token_advantages() "
-            "with ref_logprobs for 'token_level_kl', or another advantage"
-        )
+        raise ConfigError(refusal("advantage_by_token", name=name))
     elif name in _NEED_LENGTHS and lengths is None:
         raise ConfigError(f"objective: advantage {name!r} needs the lengths of the responses; give their loss tokens")
     elif name == "gdpo":
         if components is None:
-            raise ConfigError(
-                "objective: advantage 'gdpo' needs several rewards of each response; give components = (rewards "
-                "[N, M], weights [M]), in a run by reward.weights and a function that returns as many"
-            )
+            raise ConfigError(refusal("gdpo_without_components"))
         scale = objective.std_ddof, objective.std_eps
         values = weighted.gdpo(*components, groups, lengths, *scale)  # type: ignore[arg-type]
     elif name in _NEED_LENGTHS:
@@ -113,10 +107,7 @@ def token_advantages(
         values = advantages_of(objective, rewards, groups, threshold, lengths=lengths, components=components)
         return segment_expand(values.to(cu_seqlens.device), cu_seqlens)
     if ref_logprobs is None:
-        raise ConfigError(
-            "objective: advantage 'token_level_kl' needs the column ref_logprobs, which the batch does not have; "
-            "compute the reference policy's log-probabilities, or choose an objective without a KL"
-        )
+        raise ConfigError(refusal("no_reference", part="advantage 'token_level_kl'"))
     columns = rewards, groups, logprobs, ref_logprobs, loss_mask, cu_seqlens
     return token_level_kl(
         *columns, objective.kl_coef, objective.std_ddof, objective.std_eps, horizon=objective.kl_horizon

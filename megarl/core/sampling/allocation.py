@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.core.choices.credit import parse_allocation, parse_objective
+from megarl.files.texts import refusal
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -67,10 +68,8 @@ def bounded_shares(values: np.ndarray, total: int, low: int, top: int) -> np.nda
     if not 0 <= low <= top and size:
         raise ValueError(f"a prompt gets {low} to {top} samples, expected 0 <= low <= high <= total = {total}")
     if not size * low <= total <= size * top:
-        raise ValueError(
-            f"{size} prompts with {low} to {top} samples each take {size * low} to {size * top} in all, not {total}: "
-            "change the total or the bounds"
-        )
+        facts = {"size": size, "low": low, "top": top, "least": size * low, "most": size * top, "total": total}
+        raise ValueError(refusal("total_outside_bounds", **facts))
     positive = values > 0
     shares = np.full(size, float(low))
     at_most = int(positive.sum()) * top

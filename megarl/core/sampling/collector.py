@@ -25,6 +25,7 @@ from megarl.core.choices.stopping import SamplingRule
 from megarl.core.metrics import Stat
 from megarl.core.sampling.subsampling import subsample
 from megarl.errors import NumericsError
+from megarl.files.texts import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +233,7 @@ class Collector:
     def _take(self, pool: Pool, rewards: Mapping[int, float | None]) -> list[Ask]:
         for sample, reward in rewards.items():
             if reward is not None and not math.isfinite(reward):
-                raise NumericsError(
-                    f"prompt {pool.prompt} sample {sample}: the reward is {reward}, expected a finite number, or None "
-                    "for a sample that failed"
-                )
+                raise NumericsError(refusal("reward_of_sample", pool=pool, sample=sample, reward=reward))
         pool.rewards |= rewards
         return [] if pool.waits else self._after_round(pool)
 

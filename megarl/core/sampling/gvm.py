@@ -8,6 +8,7 @@ trains on accepted samples, GVM-GRPO on all, with advantages within groups of un
 import numpy as np
 
 from megarl.core.sampling.allocation import Numbers, bounded_shares, check_rates, check_weights
+from megarl.files.texts import refusal
 
 
 def gvm_allocate(
@@ -35,10 +36,8 @@ def gvm_allocate(
     """
     rates, norms = check_rates(pass_rates), check_weights(grad_norms, "norm")
     if rates.shape != norms.shape or not alpha >= 0 or not beta >= 2:
-        raise ValueError(
-            f"pass rates {list(rates.shape)} and norms {list(norms.shape)} must both be [B], "
-            f"alpha = {alpha} at least 0, beta = {beta} at least 2"
-        )
+        facts = {"rates": list(rates.shape), "norms": list(norms.shape), "alpha": alpha, "beta": beta}
+        raise ValueError(refusal("arguments_of_gvm", **facts))
     if total < 0 or (total and not rates.size):
         raise ValueError(f"{total} samples for {rates.size} prompts: expected 0 or more, and prompts to draw them for")
     safe = np.where(rates > 0, rates, 1.0)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megarl.errors import CheckpointError
+from megarl.files.texts import refusal
 
 Integers = Sequence[int] | np.ndarray
 
@@ -55,10 +56,8 @@ class PassRateCounts:
         for name in ("samples", "positives"):
             counts = np.array(state.get(name, np.nan), dtype=np.float64)
             if counts.shape != self._samples.shape:
-                raise CheckpointError(
-                    f"pass rates: {name} is {list(counts.shape) if name in state else 'missing'}, expected "
-                    f"[{self._samples.size}], one count per prompt: was the data set another one?"
-                )
+                facts = {"name": name, "shape": list(counts.shape) if name in state else "missing"}
+                raise CheckpointError(refusal("counts_of_prompts", size=self._samples.size, **facts))
             loaded.append(counts)
         self._samples, self._positives = loaded
         self._pool = np.array(state.get("pool", (0.0, 0.0)))  # absent in an earlier megarl: learn again

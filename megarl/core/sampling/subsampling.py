@@ -7,6 +7,7 @@ import numpy as np
 
 from megarl.core.choices.stopping import POSITIVE, Keep
 from megarl.errors import ConfigError, NumericsError
+from megarl.files.texts import refusal
 
 
 def subsample(
@@ -35,9 +36,7 @@ def subsample(
     if values.ndim != 1 or n < 1:
         raise ValueError(f"subsample needs rewards [P] and n of at least 1, got {list(values.shape)} and {n}")
     if np.isnan(values).any():
-        raise NumericsError(
-            f"reward {int(np.isnan(values).argmax())} is NaN: leave failed samples out of what is chosen from"
-        )
+        raise NumericsError(refusal("reward_is_nan", index=int(np.isnan(values).argmax())))
     order = np.arange(values.size) if seed is None else np.random.default_rng(seed).permutation(values.size)
     positive = values[order] > threshold
     take = min(n, values.size)

@@ -31,6 +31,7 @@ from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
 from megarl.engines.sglang.versions import check_server, installed_release, parse_arguments, require_own
 from megarl.errors import MegarlError, RolloutError
+from megarl.files.texts import refusal
 from megarl.models.fit import servers_record
 
 REAPER = Path(__file__).parent / "reaper.py"
@@ -195,10 +196,7 @@ class Server:
                 process.kill()
         if not self._wait_gone(KILL_WAIT_S):
             survivors = ", ".join(f"{process.pid} ({' '.join(process.cmdline()[:3])})" for process in self.members())
-            raise RolloutError(
-                f"processes of the SGLang server at {self.url} are left {KILL_WAIT_S:.0f} s after SIGKILL, probably in "
-                f"a driver call: {survivors}; end them before the next start"
-            )
+            raise RolloutError(refusal("left_after_kill", url=self.url, kill_wait_s=KILL_WAIT_S, survivors=survivors))
 
 
 def _is_living_member(process: psutil.Process, leader_pid: int) -> bool:

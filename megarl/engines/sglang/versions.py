@@ -11,6 +11,7 @@ from typing import Any
 from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError
 from megarl.files.hf_config import find_quantization
+from megarl.files.texts import refusal
 from megarl.models.hf_folder import read_json
 
 Version = tuple[int, int, int]
@@ -90,18 +91,13 @@ def check_server(
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
-        raise ConfigError(
-            f'SGLang {text} is too old, expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
-        )
+        raise ConfigError(refusal("sglang_is_old", text=text, oldest=dotted(OLDEST)))
     if source is not None and (config := source / "config.json").is_file():
         info = {**info, "model_type": read_json(config).get("model_type")}
     _refuse_faults(info, routes, f"SGLang {text}", version)
     _check_form(info, fp8)
     if nucleus and version < SAMPLING_MASKS:
-        raise ConfigError(
-            f"SGLang {text} does not record the ids that it draws from with top_p below 1: take "
-            f'{dotted(SAMPLING_MASKS)} or later, set rollout.top_p = 1, or rollout.engine = "local"'
-        )
+        raise ConfigError(refusal("sglang_without_kept_ids", text=text, oldest=dotted(SAMPLING_MASKS)))
     if _number(info.get("tp_size"), tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
     warnings = []
@@ -122,11 +118,8 @@ def _check_form(info: Arguments, fp8: bool) -> None:
     table = find_quantization(read_json(config)) or {} if config.is_file() else None
     expected = ("fp8", [*BLOCK]) if fp8 else (None, None)
     if table is not None and (found := (table.get("quant_method"), table.get("weight_block_size"))) != expected:
-        raise ConfigError(
-            f"SGLang serves {config.parent} with quant_method and weight_block_size {found}, expected {expected} by "
-            f"sglang.fp8 = {str(fp8).lower()}: it would drop or misread updates without an error (MXFP4 drops tensors "
-            "of experts in bf16); change sglang.fp8, or leave sglang.urls out, so that megarl starts servers that fit"
-        )
+        facts = {"config": config, "found": found, "expected": expected, "value": str(fp8).lower()}
+        raise ConfigError(refusal("sglang_quantization", **facts))
 
 
 def check_arguments(words: Sequence[str], routes: bool = True) -> None:

@@ -17,6 +17,7 @@ import psutil
 from megarl.engines.tools.protocol import ToolExit, ToolResult
 from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox
 from megarl.errors import ConfigError, RolloutError
+from megarl.files.texts import refusal
 
 T = TypeVar("T")
 START_S = 5.0
@@ -170,10 +171,7 @@ def _try(sandbox: Sandbox) -> bool:
         with open(child.output_fd, "rb") as output:
             text = output.read().decode("utf-8", "replace")
     if text != "42\n":
-        raise ConfigError(
-            f"Python does not run in bubblewrap ({sandbox.bwrap}) on this host: {text.strip()[-500:]!r}. A container "
-            "may need the right to make namespaces, or memory_bytes may be too small for the interpreter"
-        )
+        raise ConfigError(refusal("bubblewrap_fails", sandbox=sandbox, text=text.strip()[-500:]))
     return limits_files
 
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import ConfigError, RolloutError
+from megarl.files.texts import refusal
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 MEMORY_EXIT = 86
@@ -102,10 +103,7 @@ class Sandbox:
         self.interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
         self.bwrap = shutil.which("bwrap") or ""
         if not self.bwrap:
-            raise ConfigError(
-                "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get "
-                "install bubblewrap)"
-            )
+            raise ConfigError(refusal("no_bubblewrap"))
         self.readable = _find_prefixes(self.interpreter)
         """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids, segment_lengths
+from megarl.files.texts import refusal
 
 Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192
@@ -103,10 +104,8 @@ class _Kept:
         # The host knows the entries of each block of rows: slicing does not wait for the device.
         self._bounds = [*offsets[::ROWS].tolist(), *offsets[-1:].tolist()]
         if offsets.numel() != labels.numel() + 1 or self._bounds[-1] != ids.numel():
-            raise ValueError(
-                f"offsets are [{offsets.numel()}] and end at {self._bounds[-1]}, expected [{labels.numel() + 1}] for "
-                f"{labels.numel()} labels and an end at {ids.numel()}, the number of ids"
-            )
+            facts = {"offsets": offsets.numel(), "end": self._bounds[-1], "expected": labels.numel() + 1}
+            raise ValueError(refusal("offsets_of_kept_ids", labels=labels.numel(), ids=ids.numel(), **facts))
         self._offsets = to_device(offsets, labels.device)
         self._ids, self.row = ids, segment_ids(self._offsets, ids.numel())
         self.is_empty = segment_lengths(self._offsets) == 0

@@ -20,6 +20,7 @@ from megarl.core.packing import partition, select, spread, take_segments
 from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seqlens, zigzag_indices
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 from megarl.megatron.distributed import all_gather, fail_together, largest
 from megarl.replay.megatron_state import cp_position
 from megarl.stand_ins.attention import PackedSequences
@@ -82,10 +83,7 @@ def split_micro_batches(
     num_bins = -(-largest(len(bins), group) // multiple_of) * multiple_of
     fewest = -largest(-len(lengths), group)
     if num_bins > fewest:
-        raise ConfigError(
-            f"a mini-batch gives a rank {fewest} sequences, but the schedule needs {num_bins} micro-batches "
-            "of at least one; lower train.mini_batches or raise rollout.prompts_per_step"
-        )
+        raise ConfigError(refusal("sequences_of_schedule", fewest=fewest, num_bins=num_bins))
     bins = spread(bins, lengths, max_tokens, num_bins)
     slots = [_slots_for(sum(lengths[i] for i in sequences)) for sequences in bins]
     if padded_to_max:

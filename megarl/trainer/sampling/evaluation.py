@@ -45,6 +45,7 @@ from megarl.engines.tools.python_tool import PythonTool
 from megarl.engines.tools.sandbox import Limits
 from megarl.errors import ConfigError
 from megarl.files.foreign_json import read_object
+from megarl.files.texts import refusal
 from megarl.models.shapes import read_shape
 from megarl.run.progress import Advance
 from megarl.trainer.sampling import requests
@@ -249,11 +250,7 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     ends = (*stop_tokens(config.model.path, tokenizer), *stop_ids(tokenizer, config.environment.stop))
     num_rows = count_rows(tokenizer) or math.inf
     if absent := [token for token in ends if not 0 <= token < num_rows]:
-        raise ConfigError(
-            f"model.path: {config.model.path} ends turns with token {absent[0]}, but the model has {num_rows} rows "
-            "(vocab_size in config.json), so that it never writes it; correct generation_config.json, the tokenizer or "
-            "environment.stop"
-        )
+        raise ConfigError(refusal("turn_end_without_row", config=config, token=absent[0], num_rows=num_rows))
     return ends
 
 
@@ -278,10 +275,7 @@ def make_environment(config: EnvironmentConfig, chat: ChatTemplate | None = None
         return ForeignAgent(factory, config.options, chat)
     environment = call_own("environment.function", factory, **config.options)
     if not callable(getattr(environment, "begin", None)):
-        raise ConfigError(
-            f"environment.function {config.function!r} made a {type(environment).__name__} without "
-            "begin(prompt, seed); expected an environment, see docs/environments.md"
-        )
+        raise ConfigError(refusal("environment_without_begin", config=config, kind=type(environment).__name__))
     return environment
 
 
@@ -311,10 +305,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[
         except Exception as error:  # tokenizers refuse texts with errors of any type
             raise ConfigError(f"environment.stop: the tokenizer cannot read {text!r}: {error}") from error
         if len(tokens) != 1:
-            raise ConfigError(
-                f"environment.stop: {text!r} is {len(tokens)} tokens of this tokenizer, expected one: a turn ends with "
-                "a token; leave it out, and the turn ends with the end token"
-            )
+            raise ConfigError(refusal("stop_of_tokens", text=text, count=len(tokens)))
         ids.append(int(tokens[0]))
     return tuple(ids)
 

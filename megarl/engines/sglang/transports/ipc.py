@@ -26,6 +26,7 @@ from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Handle,
 from megarl.engines.sglang.transports.sender import CPU
 from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
 from megarl.errors import MegarlError, WeightSyncError
+from megarl.files.texts import refusal
 
 SHARED_MEMORY = Path("/dev/shm")
 MOST_READERS = 1 << 12
@@ -152,10 +153,8 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
         with _fixed_segments():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if (free := shutil.disk_usage(SHARED_MEMORY).free) < num_bytes:  # a write would end the process
-        raise WeightSyncError(
-            f"{SHARED_MEMORY} has {free >> 20} MiB left, a bucket of weights takes {num_bytes >> 20} MiB: make it "
-            'larger, or set another sglang.sync than "ipc"'
-        )
+        facts = {"shared_memory": SHARED_MEMORY, "free_mib": free >> 20, "bucket_mib": num_bytes >> 20}
+        raise WeightSyncError(refusal("shared_memory", **facts))
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     for _ in range(MOST_READERS):  # the last of torch's readers removes the file, and killed readers stay counted
         storage._shared_incref()
