@@ -7,7 +7,8 @@
 For each precision of the local engine and of the trainer: mean |log pi - log mu| of the response tokens, k3, and tokens
 with a ratio beyond 2, on the same responses. The weights of both engines are equal. ``--family`` takes a random model
 of the tests, with random prompts. Then, what the sum over a token's experts alone changes, in the engine's model: the
-experts of each row in the order of their numbers; and added one by one in this order, rounded each time, as Megatron does.
+experts of each row in the order of their numbers; and added one by one in this order, rounded each time, as Megatron
+does.
 """
 
 from __future__ import annotations

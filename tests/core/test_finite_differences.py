@@ -370,6 +370,8 @@ def test_each_mask_of_a_row_matters(name: str) -> None:
     row = ROWS[name]
     for index, mask in enumerate(row.masks):
         fewer = dataclasses.replace(row, masks=(*row.masks[:index], *row.masks[index + 1 :]))
-        batches = [batch_of(seed)[0] for seed in SEEDS] + ([] if row.needs_topk or row.router_shift_floor else [one_far_token()])
+        batches = [batch_of(seed)[0] for seed in SEEDS] + (
+            [] if row.needs_topk or row.router_shift_floor else [one_far_token()]
+        )
         same = [torch.equal(coefficients(row, one).values, coefficients(fewer, one).values) for one in batches]
         assert not all(same), f"{mask} drops nothing"
