@@ -35,22 +35,9 @@ from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.routes import RoutingTrace
 from megarl.routes.answers import routes_from_sglang
 
-__all__ = [
-    "OBJECTIVES",
-    "Denominators",
-    "MicroRoutes",
-    "MoeShape",
-    "Objective",
-    "Recording",
-    "RoutingReplay",
-    "RoutingTrace",
-    "StepLoss",
-    "TokenColumns",
-    "policy_loss",
-    "reduce_metrics",
-    "routes_from_sglang",
-    "stack_routes",
-]
+__all__ = ["OBJECTIVES", "Denominators", "Objective", "StepLoss", "TokenColumns", "policy_loss", "reduce_metrics"]
+__all__ += ["MicroRoutes", "MoeShape", "Recording", "RoutingReplay", "RoutingTrace"]
+__all__ += ["routes_from_sglang", "stack_routes"]
 
 
 @dataclass(frozen=True, slots=True)

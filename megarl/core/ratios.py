@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import NumericsError
+from megarl.files.texts import refusal
 
 if TYPE_CHECKING:
     from megarl.core.choices.parts import Scope
@@ -43,10 +44,7 @@ def is_logprob(column: Tensor) -> Tensor:
 
 def logprob_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
     """Return the error for a column [T] with impossible values where ``bad``, bool [T], is True at least once."""
-    return NumericsError(
-        f"{describe_first(name, column, bad)}, expected a log-probability, which is at most 0 (-inf included), never "
-        "NaN: of raw logits take the log-softmax"
-    )
+    return NumericsError(refusal("no_logprob", first=describe_first(name, column, bad)))
 
 
 def describe_first(name: str, column: Tensor, bad: Tensor) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, reworded
 from megarl.files import outputs
 from megarl.files.hf_config import hf_name
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
@@ -104,12 +104,10 @@ def _load_entry(entry: Placed, checkpoint: hf_files.HFCheckpoint, shape: ModelSh
     experts = slice(entry.expert, entry.expert + 1) if entry.rule.scope == "experts" else None
     tensors = [checkpoint.read(name, experts) for name in entry.hf_names]
     source = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
-    try:
+    with reworded((RuntimeError, ValueError), CheckpointError, f"{source} do not fit: "):
         shard = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
         if shard.shape != entry.tensor.shape:
             raise ValueError(f"a shard has shape {tuple(shard.shape)}, expected {tuple(entry.tensor.shape)}")
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{source} do not fit: {error}") from error
     with torch.no_grad():
         entry.tensor.copy_(shard)
 

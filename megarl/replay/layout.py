@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.core.parallel import held_tokens, sequence_parallel_slice, zigzag_indices
-from megarl.errors import ReplayError
+from megarl.errors import ReplayError, reworded
 from megarl.files.hf_config import MoeShape
 from megarl.files.texts import refusal
 from megarl.replay.records import MicroRoutes
@@ -62,7 +62,7 @@ def local_rows(
     for name, column, dims in (("present", present, lead), ("token_ids", token_ids, lead), ("gates", gates, lead + 2)):
         if column is not None and column.shape != experts.shape[:dims]:
             raise ReplayError(f"{name} is {list(column.shape)}, expected {list(experts.shape[:dims])} as of experts")
-    try:
+    with reworded(ValueError, ReplayError, "rows do not divide as Megatron divides them: "):
         if cu_seqlens is None:
             token = _padded_rows(experts.size(0), experts.size(1), tp, cp)
         else:
@@ -71,8 +71,6 @@ def local_rows(
             token = held_tokens(bounds, padded, tp, cp)
             if int(bounds[-1]) != len(experts):
                 raise ValueError(f"cu_seqlens end at {int(bounds[-1])}, expected {len(experts)}, the rows of experts")
-    except ValueError as error:
-        raise ReplayError(f"rows do not divide as Megatron divides them: {error}") from error
     place, columns = token.clamp(min=0), [shape.moe_layers.index(layer) for layer in layers]
     is_present = token >= 0 if present is None else (token >= 0) & present.flatten().cpu()[place]
     ids = None if token_ids is None else _take(token_ids, lead, place)

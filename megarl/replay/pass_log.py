@@ -281,10 +281,7 @@ class PassLog:
         raise ReplayError(refusal("unknown_recomputation", **facts))
 
 
-_NO_REGION = (
-    "it runs inside a backward pass, and no known checkpoint started it (torch's, or an autograd function whose "
-    "forward takes ctx)"
-)
+_NO_REGION = refusal("no_checkpoint_region")
 
 
 def _frame_of_call(in_block: bool) -> FrameType | None:

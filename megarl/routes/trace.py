@@ -109,7 +109,6 @@ def describe_wrong_row(
         row, column = divmod(int(doubled[0]), num_layers)
         num_wrong = len(doubled)
     token = row if present is None else int(np.flatnonzero(present)[row])
-    return (
-        f"row {token}, layer {column if layers is None else layers[column]}: experts {rows[row, column].tolist()}, "
-        f"expected {top_k} different ones of 0 to {num_experts - 1} ({num_wrong} such rows)"
-    )
+    facts = {"token": token, "layer": column if layers is None else layers[column], "topk": top_k}
+    facts |= {"experts": rows[row, column].tolist(), "last": num_experts - 1, "num_wrong": num_wrong}
+    return refusal("experts_of_row", **facts)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, DataError, TraceError
+from megarl.errors import ConfigError, DataError, TraceError, reworded
 from megarl.files.foreign_json import require_regular
 from megarl.files.texts import refusal
 from megarl.files.writing import write_atomically
@@ -259,11 +259,10 @@ def load_tensors(
 
     TraceError if the file is damaged.
     """
-    try:
+    kinds = (OSError, DataError, SafetensorError, TypeError)  # TypeError: a dtype without a match in numpy
+    with reworded(kinds, TraceError, f"{path}: not a readable safetensors file (", "); expected a trace file"):
         require_regular(path)
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             check(metadata)
             return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 (not a mapping)
-    except (OSError, DataError, SafetensorError, TypeError) as error:  # TypeError: a dtype without a match in numpy
-        raise TraceError(f"{path}: not a readable safetensors file ({error}); expected a trace file") from error

@@ -182,11 +182,8 @@ def record_ending(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterat
         (folder / "ranks" / f"{rank:05d}.error.txt").write_text(trace_text)
         time.sleep(_SIGNS_ARE_OLD_S)
         other_ranks = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
-        lost = PeerError(
-            f"rank {rank} lost the others in phase {status.phase} after step {status.step}: "
-            f"{str(error).splitlines()[0][:200]}; {other_ranks}; the run continues from its newest checkpoint when it "
-            "is started again"
-        )
+        facts = {"rank": rank, "status": status, "error": str(error).splitlines()[0][:200], "others": other_ranks}
+        lost = PeerError(refusal("others_lost", **facts))
         vitals.end("failed", lost)
         raise lost from error
     vitals.end("finished")

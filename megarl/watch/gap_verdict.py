@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megarl.files.texts import refusal
 from megarl.text_table import text_table
 from megarl.watch.limits import GAP, GapLimits
 
@@ -79,12 +80,7 @@ def judge(pairs: Sequence[PairGap], replay: str, limits: GapLimits = GAP) -> Gap
     used = replayed if replay == "r3" and replayed is not None else native
     for control in (pair for pair in pairs if pair.rollout == pair.training == "fp32"):
         if control.native.k3 > limits.control_k3 or control.flip > limits.control_flip:
-            findings = (
-                f"BAD: the engines disagree even in fp32: k3 {control.native.k3:.1e} (limit {limits.control_k3:.0e}), "
-                f"{control.flip:.2%} other experts (limit {limits.control_flip:.1%}). Something is wrong",
-                "neither replay nor precision mends this: compare weights, config.json (rope, norms, top-k "
-                "normalisation, shared experts) and the chat template of the two engines before you train",
-            )
+            findings = refusal("gap_in_fp32", control=control, limits=limits), refusal("compare_engines")
             return GapReport(tuple(pairs), False, findings, limits)
     causes = list(_causes(pairs, configured, replay, limits))
     size = f"k3 {used.k3:.1e} (limit {limits.k3:.0e}), {used.extreme:.2%} extreme tokens (limit {limits.extreme:.0%})"
@@ -93,10 +89,7 @@ def judge(pairs: Sequence[PairGap], replay: str, limits: GapLimits = GAP) -> Gap
         return GapReport(tuple(pairs), True, (f"healthy: {size}, with {setting}", *causes), limits)
     if used is native and replayed is not None and _is_within(replayed, limits):
         causes.insert(0, f'within the limits with train.replay = "r3": k3 {replayed.k3:.1e}')
-    causes = causes or [
-        "neither replay nor the rollout's precision explains it: suspect other weights, or settings of the engine "
-        "(sampling, rope, an FP8 checkpoint); both in fp32 tells"
-    ]
+    causes = causes or [refusal("gap_without_cause")]
     return GapReport(tuple(pairs), False, (f"BAD: the gap is too large: {size}, with {setting}", *causes), limits)
 
 
@@ -115,6 +108,5 @@ def _causes(pairs: Sequence[PairGap], configured: PairGap, replay: str, limits: 
     for pair in pairs:
         is_exact = pair.rollout == "fp32" and pair.training == configured.training and not pair.is_configured
         if is_exact and (explained := 1 - pair.native.k3 / k3) >= limits.cause:
-            yield (
-                f"rollout precision explains {explained:.0%} of the gap: it is {pair.native.k3:.1e} with fp32 rollouts"
-            )
+            problem = f"rollout precision explains {explained:.0%} of the gap"
+            yield f"{problem}: it is {pair.native.k3:.1e} with fp32 rollouts"

@@ -5,11 +5,11 @@
 """
 
 import math
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+from megarl.files.texts import read_table
+
+_TABLES = read_table(__file__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from megarl.core.metrics import Stat
 from megarl.core.ratios import log_ratio, segment_ids, segment_sum, usable_mask
 from megarl.core.types import TrainBatch
 from megarl.errors import RolloutError
+from megarl.files.texts import refusal
 from megarl.watch import foreign_rows
 from megarl.watch.limits import TRIPWIRES
 
@@ -222,9 +223,8 @@ class StepJudge:
         if not limit or (bad_steps < limit and self.state["drop_evidence"] < TRIPWIRES.evidence):
             return
         self.state["drop_evidence"] = 0.0  # the checkpoint that follows is continued with a new engine
-        raise self._error(
-            f"{bad_steps} bad steps in a row" if bad_steps >= limit else "responses are dropped in step after step"
-        )
+        lasting = "responses are dropped in step after step"
+        raise self._error(f"{bad_steps} bad steps in a row" if bad_steps >= limit else lasting)
 
     def learn(self, drops: Drops, usual: list[float]) -> None:
         """Update ``state`` with the drops of a step and its usual means [2]."""
@@ -248,9 +248,7 @@ class StepJudge:
         assert self.verdict is not None
         mistake = f" ({self._mistake})" if self._mistake else ""
         return RolloutError(
-            f"{problem}: {self.verdict.describe()}{mistake}; look at the engine and its "
-            "log (likely causes: docs/tripwires.md), or, if this is how the engines differ, set train.max_k3 and "
-            "train.max_native_flip"
+            refusal("engines_disagree", problem=problem, verdict=self.verdict.describe(), mistake=mistake)
         )
 
 

@@ -13,25 +13,7 @@ from megarl.core.objectives.functions import function_coefficients, try_function
 from megarl.core.objectives.loss import BatchFacts, Coefficients, coefficients, gather_facts, policy_loss
 from megarl.core.objectives.responses import advantages_of, select_responses, step_advantages, token_advantages
 
-__all__ = [
-    "OBJECTIVES",
-    "BatchFacts",
-    "Coefficients",
-    "Denominators",
-    "Factor",
-    "Gate",
-    "Mask",
-    "Objective",
-    "Penalty",
-    "TokenColumns",
-    "TopK",
-    "advantages_of",
-    "coefficients",
-    "function_coefficients",
-    "gather_facts",
-    "policy_loss",
-    "select_responses",
-    "step_advantages",
-    "token_advantages",
-    "try_functions",
-]
+__all__ = ["OBJECTIVES", "Factor", "Gate", "Mask", "Objective", "Penalty"]
+__all__ += ["Denominators", "TokenColumns", "TopK", "function_coefficients", "try_functions"]
+__all__ += ["BatchFacts", "Coefficients", "coefficients", "gather_facts", "policy_loss"]
+__all__ += ["advantages_of", "select_responses", "step_advantages", "token_advantages"]

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from megarl.errors import ConfigError, DataError, RolloutError
+from megarl.errors import ConfigError, DataError, RolloutError, reworded
 from megarl.files.foreign_json import UNPACKED, join_body, parse_json, read_body
 
 MAX_BYTES = 64 << 20
@@ -48,13 +48,12 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
 
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
     """Return the "version" and the arguments of a running server; RolloutError if the server does not answer."""
-    try:
+    kinds = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError)
+    with reworded(kinds, RolloutError, f"no SGLang server answers at {url} (", "); start it, or correct the URL", repr):
         with httpx.Client(headers=authorization(api_key), trust_env=False) as http:
             answer = request(http, "GET", f"{url}/server_info", None, timeout_s)
         info = read_object(answer.raise_for_status())
         return {**info, "version": str(info["version"])}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error
 
 
 async def is_ready(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, RolloutError, reworded
 from megarl.files.hf_config import find_quantization
 from megarl.files.texts import refusal
 from megarl.models.hf_folder import read_json
@@ -162,11 +162,9 @@ def installed_release(python: Path) -> str:
     """Returns the release of SGLang in an interpreter's environment; ConfigError without interpreter or SGLang."""
     require_own(python)
     words = [str(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
-    try:
+    hint = "): set sglang.python to that of SGLang's environment (docs/sglang.md)"
+    with reworded((OSError, subprocess.TimeoutExpired), ConfigError, f"found no Python for SGLang at {python} (", hint):
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, env=safe_environment())
-    except (OSError, subprocess.TimeoutExpired) as error:
-        hint = "set sglang.python to that of SGLang's environment (docs/sglang.md)"
-        raise ConfigError(f"found no Python for SGLang at {python} ({error}): {hint}") from error
     if answer.returncode != 0:
         message = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"{python} has no SGLang ({message}): pip install sglang=={dotted(NEWEST)} there")

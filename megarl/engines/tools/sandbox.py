@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, RolloutError, reworded
 from megarl.files.texts import refusal
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
@@ -109,32 +109,30 @@ class Sandbox:
 
     def start(self, code: str) -> Child:
         """Start the code and return at once. RolloutError if the host cannot start a process."""
-        try:
-            with contextlib.ExitStack() as host, contextlib.ExitStack() as child:
-                output_fd, output_end = _pipe(host, child)
-                status_fd, write_end = _pipe(host, child)
-                # Opened for reading too: otherwise, after the end of this process, bubblewrap would die of SIGPIPE, and
-                # its child would wait for ever.
-                status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), child)
-                ready_end = _close_with(os.dup(status_end), child)  # bubblewrap closes its own descriptor
-                owner_fd = _close_with(os.pidfd_open(os.getpid()), child)
-                filter_fd = _close_with(_make_sealed_file(filter_program()), child)
-                wrapper = [self.bwrap, *_namespaces(), *self._files()]
-                wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(filter_fd), "--"]
-                program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
-                process = subprocess.Popen(
-                    [*wrapper, self.interpreter, *program],
-                    stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), child),
-                    stdout=output_end,
-                    stderr=output_end,
-                    pass_fds=[status_end, ready_end, owner_fd, filter_fd],
-                    env=_ENVIRONMENT,
-                    start_new_session=True,
-                )
-                host.pop_all()
-                return Child(process, output_fd, status_fd)
-        except OSError as error:
-            raise RolloutError(f"the Python tool could not start a process: {error}") from error
+        fails = reworded(OSError, RolloutError, "the Python tool could not start a process: ")
+        with fails, contextlib.ExitStack() as host, contextlib.ExitStack() as child:
+            output_fd, output_end = _pipe(host, child)
+            status_fd, write_end = _pipe(host, child)
+            # Opened for reading too: otherwise, after the end of this process, bubblewrap would die of SIGPIPE, and
+            # its child would wait for ever.
+            status_end = _close_with(os.open(f"/proc/self/fd/{write_end}", os.O_RDWR | os.O_CLOEXEC), child)
+            ready_end = _close_with(os.dup(status_end), child)  # bubblewrap closes its own descriptor
+            owner_fd = _close_with(os.pidfd_open(os.getpid()), child)
+            filter_fd = _close_with(_make_sealed_file(filter_program()), child)
+            wrapper = [self.bwrap, *_namespaces(), *self._files()]
+            wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(filter_fd), "--"]
+            program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
+            process = subprocess.Popen(
+                [*wrapper, self.interpreter, *program],
+                stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), child),
+                stdout=output_end,
+                stderr=output_end,
+                pass_fds=[status_end, ready_end, owner_fd, filter_fd],
+                env=_ENVIRONMENT,
+                start_new_session=True,
+            )
+            host.pop_all()
+            return Child(process, output_fd, status_fd)
 
     def _files(self) -> list[str]:
         """Return the arguments for the file tree. /tmp comes first, because an interpreter may lie below /tmp."""
@@ -203,10 +201,8 @@ def _find_prefixes(interpreter: str) -> tuple[str, ...]:
     """Return the folders of an interpreter, of its base and of its packages, without folders below /usr."""
     packages = "*(path for path in sys.path if path.endswith('site-packages'))"  # a .pth file can name any folder
     code = f"import sys; print(sys.prefix, sys.base_prefix, {packages}, sep='\\n')"
-    try:
+    with reworded((OSError, subprocess.SubprocessError), ConfigError, f"interpreter {interpreter!r} does not run: "):
         done = subprocess.run([interpreter, "-I", "-c", code], capture_output=True, text=True, timeout=60.0, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"interpreter {interpreter!r} does not run: {error}") from error
     return tuple(dict.fromkeys(path for path in done.stdout.splitlines() if not f"{path}/".startswith("/usr/")))
 
 

@@ -43,7 +43,7 @@ from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.engines.tools.protocol import Environment, Tool
 from megarl.engines.tools.python_tool import PythonTool
 from megarl.engines.tools.sandbox import Limits
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, reworded
 from megarl.files.foreign_json import read_object
 from megarl.files.texts import refusal
 from megarl.models.shapes import read_shape
@@ -300,10 +300,9 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[
     """Return the token of each text; ConfigError for a text of several tokens: engines stop at single tokens."""
     ids: list[int] = []
     for text in texts:
-        try:
+        # Tokenizers refuse texts with errors of any type.
+        with reworded(Exception, ConfigError, f"environment.stop: the tokenizer cannot read {text!r}: "):
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # tokenizers refuse texts with errors of any type
-            raise ConfigError(f"environment.stop: the tokenizer cannot read {text!r}: {error}") from error
         if len(tokens) != 1:
             raise ConfigError(refusal("stop_of_tokens", text=text, count=len(tokens)))
         ids.append(int(tokens[0]))

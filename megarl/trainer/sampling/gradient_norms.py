@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.errors import NumericsError
+from megarl.files.texts import refusal
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
 from megarl.megatron.passes.forward import by_mask
 from megarl.megatron.policy import Policy
@@ -70,10 +71,7 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: Bl
     failure: NumericsError | None = None
     if len(bad := np.flatnonzero(~np.isfinite(norms))):
         first = rollouts[int(bad[0])]
-        failure = NumericsError(
-            f"gradient norm of group {first.group} sample {first.sample} is {norms[bad[0]]}, expected a finite number "
-            f"({bad.size} such samples of this rank); look for log-probabilities of minus infinity"
-        )
+        failure = NumericsError(refusal("norm_of_sample", first=first, norm=norms[bad[0]], count=bad.size))
     fail_together(failure, "gradient norms of samples")
     return norms
 

@@ -25,7 +25,7 @@ from megarl.config.addresses import url_host
 from megarl.engines.sglang.transports.protocol import Delivery, Transport
 from megarl.engines.sglang.transports.sender import JOIN_S, HangError, WeightSender, deadline, in_thread
 from megarl.engines.weights import Bucket
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, reworded
 
 
 class Broadcast(Transport):
@@ -209,10 +209,8 @@ class BroadcastGroup:
 def own_address(url: str) -> str:
     """Return the address of this machine as seen by the server at ``url``; WeightSyncError without a route."""
     host = urlsplit(url).hostname or "127.0.0.1"
-    try:
+    with reworded(OSError, WeightSyncError, f"found no route to {url}: "):
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # UDP: sends nothing
             return str(probe.getsockname()[0])
-    except OSError as error:
-        raise WeightSyncError(f"found no route to {url}: {error}") from error

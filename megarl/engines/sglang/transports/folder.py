@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from megarl.core.fp8 import fp8_config
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
 from megarl.engines.weights import Bucket, Intake, Named
-from megarl.errors import ConfigError, WeightSyncError
+from megarl.errors import ConfigError, WeightSyncError, reworded
 from megarl.files.outputs import HF_FILES, begin, marked, remove_own, replace_folder
 from megarl.models.hf_files import copy_model_files, save_tensors, write_index
 from megarl.models.hf_folder import read_json
@@ -56,13 +56,9 @@ class WeightFolder:
                     remove_own(old, marked(old))
         return self._target.absolute()
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError, ConfigError) as error:
-            message = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
-            raise WeightSyncError(message) from error
+    def _errors(self) -> AbstractContextManager[None]:
+        problem = f"{self._folder}: the weights of version {self._version} could not be written ("
+        return reworded((OSError, SafetensorError, ConfigError), WeightSyncError, problem, ")")
 
 
 def write_empty_model(source: Path, folder: Path, fp8: bool) -> Path:

@@ -114,10 +114,7 @@ class SharedMemory(Transport):
             try:
                 handle = make_handle(bucket.flat)
             except RuntimeError as error:  # from CUDA
-                self._failure = WeightSyncError(
-                    f"memory of GPU {self.gpu} cannot be shared with the server on it ({error}); look for what forbids "
-                    'CUDA IPC, such as containers with separate IPC namespaces, or set sglang.sync = "disk"'
-                )
+                self._failure = WeightSyncError(refusal("memory_not_shared", gpu=self.gpu, error=error))
         turns = self.gather(_Turn(self.gpu, handle, frozenset(self.confirmed), str(self._failure or "")))
         failures = [turn.failure for turn in turns if turn.failure]
         if self.gpu not in frozenset().union(*(turn.confirmed for turn in turns)):

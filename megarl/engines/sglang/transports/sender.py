@@ -25,7 +25,7 @@ import httpx
 from megarl.engines.sglang.http import authorization, read_object, request
 from megarl.engines.sglang.plugin.deltas import FORMAT
 from megarl.engines.sglang.versions import NEWEST, UPDATE_SESSIONS, Version
-from megarl.errors import DataError, WeightSyncError
+from megarl.errors import DataError, WeightSyncError, reworded
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.transports.broadcast import BroadcastGroup
@@ -192,10 +192,8 @@ class WeightSender:
             raise WeightSyncError(f"{message}; the server stays paused")
 
     def _read(self, answer: httpx.Response) -> dict[str, Any]:
-        try:
+        with reworded(DataError, WeightSyncError):
             return read_object(answer)
-        except DataError as error:
-            raise WeightSyncError(str(error)) from error
 
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
