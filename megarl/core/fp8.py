@@ -46,13 +46,8 @@ def fp8_config(keep: Sequence[str], block: tuple[int, int] = BLOCK) -> dict[str,
     Routers, norms and embeddings are in high precision with every engine; transformers takes a linear module for FP8
     that is not in ``keep``.
     """
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
-        "modules_to_not_convert": list(keep),
-    }
+    form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return {**form, "weight_block_size": list(block), "modules_to_not_convert": list(keep)}
 
 
 def grid_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:

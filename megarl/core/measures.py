@@ -41,20 +41,12 @@ def mismatch_metrics(
     keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     ratio = Stat.ratio(log_rho, keep)
-    columns = {
-        "rollout/k1": -log_rho,
-        "rollout/k3": torch.expm1(log_rho) - log_rho,
-        "rollout/extreme_2": log_rho.abs() > math.log(2),
-    }
-    means = Stat.means(columns, ratio.sums[0])
+    columns = {"rollout/k1": -log_rho, "rollout/k3": torch.expm1(log_rho) - log_rho}
+    means = Stat.means(columns | {"rollout/extreme_2": log_rho.abs() > math.log(2)}, ratio.sums[0])
     sequence_log_rho, tokens = segment_sum(torch.stack([log_rho, keep.double()]), cu_seqlens)
     chi2 = (2 * sequence_log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
-    return {
-        **means,
-        "rollout/ratio": ratio,
-        **Stat.means({"rollout/chi2_sequence": chi2}, torch.count_nonzero(tokens)),
-        "rollout/ess": Stat.ess_of(ratio),
-    }
+    means |= Stat.means({"rollout/chi2_sequence": chi2}, torch.count_nonzero(tokens))
+    return means | {"rollout/ratio": ratio, "rollout/ess": Stat.ess_of(ratio)}
 
 
 def surrogate_metrics(

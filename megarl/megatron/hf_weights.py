@@ -55,11 +55,8 @@ def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
     tied = Rule(("output_layer.weight",), (embedding,), ("vocab hidden",), "vocab", "model")
     # With tied embeddings, the last stage has a copy of the embedding as output layer.
     rules = [*rules_of(shape), *([tied] if shape.tied_embeddings else [])]
-    return [
-        (re.compile(re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", re.escape(pattern))), rule)
-        for rule in rules
-        for pattern in rule.megatron
-    ]
+    patterns = ((re.escape(pattern), rule) for rule in rules for pattern in rule.megatron)
+    return [(re.compile(re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", text)), rule) for text, rule in patterns]
 
 
 def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[Placed]:
@@ -139,11 +136,8 @@ def export_hf(
     rules = rules_of(shape)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     dense = [parallel_state.get_tensor_model_parallel_group(), pipeline]
-    experts = [
-        parallel_state.get_expert_tensor_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-        pipeline,
-    ]
+    inner = parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()
+    experts = [*inner, pipeline]
     numbers = {rule.megatron: number for number, rule in enumerate(rules)}
     local: dict[tuple[int, int], list[Placed]] = {}
     for entry in place_parameters(chunks, shape):
@@ -169,10 +163,8 @@ def _join_experts(of_experts: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> I
 def _pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
     """Return the pieces of all pipeline stages in canonical order, the same list on every rank."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    pieces = [
-        _Piece(order, stage, (len(entries), *entries[0].tensor.shape), entries[0].tensor.dtype, entries[0].layout)
-        for order, entries in local.items()
-    ]
+    firsts = ((order, len(entries), entries[0]) for order, entries in local.items())
+    pieces = [_Piece(order, stage, (n, *e.tensor.shape), e.tensor.dtype, e.layout) for order, n, e in firsts]
     by_stage = gather_objects(pieces, parallel_state.get_pipeline_model_parallel_group())
     return sorted(itertools.chain(*by_stage), key=lambda piece: piece.order)
 

@@ -62,13 +62,8 @@ class Disagreement:
     def of(cls, num_shared: np.ndarray, top_k: int) -> Disagreement:
         """Count from ``shared`` [T, L], the number of experts |A and B| that two traces share per token and layer."""
         differs = np.asfortranarray(num_shared) < top_k  # stored by layer, over whose tokens numpy counts much faster
-        return cls(
-            num_tokens=len(num_shared),
-            top_k=top_k,
-            flips=differs.sum(axis=0, dtype=np.int64),
-            shared_experts=int(num_shared.sum()),
-            tokens_differing=int(np.count_nonzero(differs.any(axis=1))),
-        )
+        flips, tokens_differing = differs.sum(axis=0, dtype=np.int64), int(np.count_nonzero(differs.any(axis=1)))
+        return cls(len(num_shared), top_k, flips, int(num_shared.sum()), tokens_differing)
 
     def stats(self, prefix: str = "router") -> dict[str, Stat]:
         """Return the same as mergeable metrics: ``router/flip`` ... and ``router/flip/layer_00`` ... by layer."""

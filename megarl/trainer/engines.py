@@ -68,12 +68,9 @@ def load_factory(config: Config) -> Callable[..., Any]:
 
 def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:
     """Return the engine on transformers, in this process."""
-    return LocalEngine(
-        read_model_config(config.model.path),
-        dtype=DTYPES[config.rollout.dtype],
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        **config.rollout.model_dump(include={"fp8_rounding", "fp8_activations", "fp8_kv_cache", "max_batch_size"}),
-    )
+    device, model = "cuda" if torch.cuda.is_available() else "cpu", read_model_config(config.model.path)
+    options = config.rollout.model_dump(include={"fp8_rounding", "fp8_activations", "fp8_kv_cache", "max_batch_size"})
+    return LocalEngine(model, dtype=DTYPES[config.rollout.dtype], device=device, **options)
 
 
 def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEngine:

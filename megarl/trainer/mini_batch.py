@@ -107,42 +107,26 @@ class MiniBatch:
         batch, device = self.micro_batches[index].batch, logprobs.device
         mu = to_device(batch.rollout_logprobs, device)
         old = logprobs if self.first is None else self.first.logprobs[index]
-        return TokenColumns(
-            logprobs,
-            mu if old_is_rollout else old,
-            mu,
-            to_device(batch.advantages, device),
-            to_device(batch.loss_mask, device),
-            to_device(batch.cu_seqlens, device),
-            None if self.ref_logprobs is None else self.ref_logprobs[index],
-            router_drift=None if self.router_drift is None else self.router_drift[index],
-        )
+        columns = batch.advantages, batch.loss_mask, batch.cu_seqlens
+        advantages, mask, bounds = (to_device(column, device) for column in columns)
+        ref = None if self.ref_logprobs is None else self.ref_logprobs[index]
+        drift = None if self.router_drift is None else self.router_drift[index]
+        policies = logprobs, mu if old_is_rollout else old, mu
+        return TokenColumns(*policies, advantages, mask, bounds, ref, router_drift=drift)
 
 
 def split(config: Config, batch: TrainBatch) -> list[MicroBatch]:
     """Split a batch as the layout needs it, at ``train.micro_batch_tokens``; a collective call."""
     parallel = config.parallel
-    return split_micro_batches(
-        batch,
-        config.train.micro_batch_tokens,
-        parallel.dispatcher == "allgather",  # it exchanges no sizes: equal micro-batches
-        parallel.micro_batch_multiple,
-    )
+    is_padded = parallel.dispatcher == "allgather"  # it exchanges no sizes: equal micro-batches
+    return split_micro_batches(batch, config.train.micro_batch_tokens, is_padded, parallel.micro_batch_multiple)
 
 
 def make_rollout(tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> Rollout:
     """Return tokens [T] that no engine sampled as a rollout without routes; by default without loss."""
-    return Rollout(
-        group=0,
-        sample=0,
-        tokens=np.asarray(tokens, np.int32),
-        loss_mask=np.zeros(len(tokens), bool) if loss_mask is None else loss_mask,
-        rollout_logprobs=np.zeros(len(tokens), np.float32),
-        routed_experts=None,
-        routed_mask=None,
-        weight_versions=np.zeros(len(tokens), np.int32),
-        finish_reason="abort",
-    )
+    loss_mask = np.zeros(len(tokens), bool) if loss_mask is None else loss_mask
+    logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+    return Rollout(0, 0, np.asarray(tokens, np.int32), loss_mask, logprobs, None, None, versions, "abort")
 
 
 def over_ranks(local: Denominators) -> Denominators:
@@ -185,12 +169,9 @@ class StepPlan:
     def of(cls, config: Config, done: int) -> Self:
         """Return the plan of the step after which ``done`` steps are finished."""
         is_last = done == config.run.steps
-        return cls(
-            old_passes=config.old_passes,
-            writes_traces=config.log.writes_traces(done),
-            evaluates=bool(config.eval.every) and (is_last or _is_due(done, config.eval.every)),
-            saves=(is_last and config.checkpoint.at_end) or _is_due(done, config.checkpoint.every),
-        )
+        evaluates = bool(config.eval.every) and (is_last or _is_due(done, config.eval.every))
+        saves = (is_last and config.checkpoint.at_end) or _is_due(done, config.checkpoint.every)
+        return cls(config.old_passes, config.log.writes_traces(done), evaluates, saves)
 
 
 def _is_due(done: int, every: int) -> bool:

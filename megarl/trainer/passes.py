@@ -80,13 +80,8 @@ def run_pass(
     failure: MegarlError | None = None
     try:
         with routing or replayed(policy, mini) as recording:
-            outputs = forward.run(
-                policy.chunks if chunks is None else chunks,
-                mini.micro_batches,
-                temperature=policy.config.rollout.temperature,
-                vocab_size=policy.shape.vocab_size,
-                **options,
-            )
+            options |= {"temperature": policy.config.rollout.temperature, "vocab_size": policy.shape.vocab_size}
+            outputs = forward.run(policy.chunks if chunks is None else chunks, mini.micro_batches, **options)
     except ReplayError as error:
         if outputs is None:  # during the pass, ranks are in different collective calls
             raise
@@ -194,16 +189,10 @@ def compare_engines(policy: Policy, mini: MiniBatch, output: PassOutput, plan: S
         order = [sequence for micro in mini.micro_batches for sequence in micro.sequences]
         gaps[order, Column.LARGEST_K3 : Column.FLIPS] = torch.cat(counts).cpu()
     native_routes, flips = _compare_routes(policy, mini, output.recording, plan, gaps)
-    own_routes = None if output.recording is None else output.recording.routes
-    return FirstPass(
-        logprobs=output.logprobs,
-        routes=own_routes if policy.config.train.replay == "r2" else mini.routes,
-        native_routes=native_routes,
-        gaps=gaps,
-        mistake=output.mistake,
-        metrics=merge([*metrics, *flips]),
-        scores=[] if output.recording is None else output.recording.scores,
-    )
+    own_routes, scores = (None, []) if (record := output.recording) is None else (record.routes, record.scores)
+    routes = own_routes if policy.config.train.replay == "r2" else mini.routes
+    statistics = merge([*metrics, *flips])
+    return FirstPass(output.logprobs, routes, native_routes, gaps, output.mistake, statistics, scores)
 
 
 def _compare_routes(
@@ -278,15 +267,10 @@ def _compute(
     ids = columns.ids.numpy()
     # In float64: if all rewards of a group are equal, only small differences of the KL are left to standardise.
     policy, ref = columns.logprobs.double()
-    values = objectives.token_advantages(
-        objective,
-        judged.rewards[ids],
-        judged.groups[ids],
-        logprobs=policy,
-        ref_logprobs=ref,
-        loss_mask=torch.ones_like(policy, dtype=torch.bool),
-        cu_seqlens=torch.nn.functional.pad(columns.lengths.cumsum(0), (1, 0)),
-    )
+    mask = torch.ones_like(policy, dtype=torch.bool)
+    of_tokens: dict[str, Any] = {"logprobs": policy, "ref_logprobs": ref, "loss_mask": mask}
+    bounds, groups = torch.nn.functional.pad(columns.lengths.cumsum(0), (1, 0)), judged.groups[ids]
+    values = objectives.token_advantages(objective, judged.rewards[ids], groups, cu_seqlens=bounds, **of_tokens)
     return values[begin : begin + local.logprobs.size(1)]
 
 

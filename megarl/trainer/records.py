@@ -15,6 +15,7 @@ from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout
 from megarl.errors import DataError, TraceError
+from megarl.files.texts import read_table
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy
 from megarl.megatron.rollout_routes import Placement, exchange
@@ -118,19 +119,7 @@ class TraceDump:
         return dict(zip(indices, np.split(experts, np.cumsum(lengths)[:-1]), strict=True)) if indices else {}
 
 
-_LINE = {
-    "reward/mean": "reward {:.3f}",
-    "reward/pass_rate": "pass {:.1%}",
-    "reward/judged": "{}",
-    "response/length_mean": "length {:.1f}",
-    "rollout/k3": "k3 {:.1e}",
-    "router/native/flip": "native flip {:.2%}",
-    "tripwires/dropped": "dropped {:.0f}",
-    "loss": "loss {:.2e}",
-    "grad_norm": "grad {:.2f}",
-    "time/step_s": "time {:.1f} s",
-    "speed/tokens_per_s": "tok/s {:.0f}",
-}
+_LINE: dict[str, str] = read_table(__file__)
 """The parts of a step's line, in order."""
 
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,17 +181,10 @@ class TrainStep:
 
         self.policy.zero_grad()
         is_first_pass = index == 0 and mini.first is None
-        output = passes.run_pass(
-            self.policy,
-            mini,
-            passes.compared(self.policy, mini, plan, checks)
-            if is_first_pass
-            else passes.replayed(self.policy, mini, checks),
-            leaves_mistakes=is_first_pass and self.tripwires.judges_routes,
-            checks=checks,
-            coefficients=weigh,
-            on_micro_batch=advance and partial(advance, 1),
-        )
+        route = partial(passes.compared, plan=plan) if is_first_pass else passes.replayed
+        options: dict[str, Any] = {"coefficients": weigh, "on_micro_batch": advance and partial(advance, 1)}
+        options |= {"checks": checks, "leaves_mistakes": is_first_pass and self.tripwires.judges_routes}
+        output = passes.run_pass(self.policy, mini, route(self.policy, mini, checks=checks), **options)
         return replace(output, metrics=passes.replaced_experts(self.policy, mini, output.recording))
 
     def _facts(self, mini: MiniBatch, has_moved: bool) -> BatchFacts | None:

@@ -220,15 +220,10 @@ class Collector:
             "missing_prompts": self._num_prompts - len(placed_pools),
         }
         means = Stat.means_of({f"sampling/{name}": (total, len(ended)) for name, total in per_prompt.items()})
-        return Selection(
-            prompts=numbers[rows.pool[trained]],
-            samples=rows.sample[trained],
-            rewards=rows.value[trained],
-            pools=placed_pools,
-            rule=self.rule,
-            drawn=np.array([numbers, requested, judged, positives]),
-            metrics=means | {f"sampling/{name}": Stat.total(total) for name, total in totals.items()},
-        )
+        metrics = means | {f"sampling/{name}": Stat.total(total) for name, total in totals.items()}
+        drawn = np.array([numbers, requested, judged, positives])
+        columns = numbers[rows.pool[trained]], rows.sample[trained], rows.value[trained]
+        return Selection(*columns, placed_pools, self.rule, drawn, metrics)
 
     def _take(self, pool: Pool, rewards: Mapping[int, float | None]) -> list[Ask]:
         for sample, reward in rewards.items():
@@ -296,12 +291,8 @@ class PoolRows:
 
     @classmethod
     def of(cls, pools: Sequence[Pool]) -> Self:
-        rows = [
-            (index, sample, reward)
-            for index, pool in enumerate(pools)
-            for sample, reward in sorted(pool.rewards.items())
-            if reward is not None
-        ]
+        samples = ((index, *item) for index, pool in enumerate(pools) for item in sorted(pool.rewards.items()))
+        rows = [row for row in samples if row[-1] is not None]
         pool, sample, value = np.array(rows, np.float64).reshape(-1, 3).T
         bounds = np.searchsorted(pool, np.arange(len(pools) + 1))
         return cls(pool.astype(np.int64), sample.astype(np.int64), value, bounds)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.engines.tools.protocol import Episode, ModelTurn, Observation, Tool
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,7 @@ class Block:
         return self.template.replace("{output}", outputs[0])
 
 
-_STOPPED = {
-    "timeout": "the call took too long and was stopped",
-    "memory": "the call ran out of memory",
-    "output_limit": "the call printed too much and was stopped",
-    "killed": "the call was killed",
-}
+_STOPPED: dict[str, str] = read_table(__file__)
 """Exit of a stopped call -> text for the model."""
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 

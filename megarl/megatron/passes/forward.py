@@ -135,26 +135,17 @@ def run(
     def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, Any]:
         index, micro = next(iterator)
         with _hidden_states(model) as gpt:
-            output = model(
-                input_ids=micro.input_ids,
-                position_ids=torch.zeros_like(micro.input_ids),
-                attention_mask=None,
-                packed_seq_params=micro.packing,
-                padding_mask=_padding_mask(gpt, micro),
-            )
+            masks = {"attention_mask": None, "padding_mask": _padding_mask(gpt, micro)}
+            inputs = {"input_ids": micro.input_ids, "position_ids": torch.zeros_like(micro.input_ids)}
+            output = model(**inputs, **masks, packed_seq_params=micro.packing)
         return output, lambda hidden: loss(index, gpt, hidden[0])
 
-    iterators = [enumerate(micro_batches) for _ in chunks]
+    iterators, length = [enumerate(micro_batches) for _ in chunks], micro_batches[0].num_slots
     for chunk in chunks:
         if chunk.training != training:  # a walk through all modules
             chunk.train(training)
     with torch.set_grad_enabled(training):
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(i) for i in iterators] if len(chunks) > 1 else iterators[0],
-            model=list(chunks) if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].num_slots,
-            micro_batch_size=1,
-            forward_only=not training,
-        )
+        sizes = {"num_microbatches": len(micro_batches), "micro_batch_size": 1, "forward_only": not training}
+        data = {"data_iterator": iterators, "model": list(chunks)}
+        data = data if len(chunks) > 1 else {name: of_chunks[0] for name, of_chunks in data.items()}
+        return get_forward_backward_func()(forward_step_func=forward_step, seq_length=length, **sizes, **data)

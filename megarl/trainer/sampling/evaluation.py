@@ -230,18 +230,10 @@ def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge
     settings = config.environment
     chat = ChatTemplate(tokenizer, config.data.chat_template_args) if tokenizer.chat_template else None
     environment = make_environment(settings, chat)
-    limits = EpisodeLimits(
-        # The prompts are an agent's own, and may be longer than those of data.train.
-        response_tokens=config.longest_sequence
-        if isinstance(environment, Agent)
-        else config.rollout.max_response_tokens,
-        turns=settings.max_turns,
-        turn_tokens=settings.max_turn_tokens,
-        positions=read_shape(config.model.path).max_sequence_length,
-        vocabulary=count_rows(tokenizer),
-        step_s=settings.step_s,
-        episode_s=settings.episode_s,
-    )
+    # The prompts are an agent's own, and may be longer than those of data.train.
+    length = config.longest_sequence if isinstance(environment, Agent) else config.rollout.max_response_tokens
+    sizes = settings.max_turns, settings.max_turn_tokens, read_shape(config.model.path).max_sequence_length
+    limits = EpisodeLimits(length, *sizes, count_rows(tokenizer), settings.step_s, settings.episode_s)
     return Player(tokenizer, judge, limits, environment, settings.concurrency)
 
 

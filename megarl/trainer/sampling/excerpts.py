@@ -31,13 +31,10 @@ def describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Seq
     rollout = sample.rollout
     excerpt: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "finish": "abort"}
     if rollout is not None:
-        excerpt |= {
-            "prompt": tokenizer.decode(rollout.tokens[: rollout.prompt_length].tolist()),
-            "response": tokenizer.decode(rollout.response_tokens.tolist()),
-            "parts": _split(rollout, tokenizer),
-            "length": int(rollout.loss_mask.sum()),
-            "finish": rollout.finish_reason,
-        }
+        texts = {"prompt": rollout.tokens[: rollout.prompt_length], "response": rollout.response_tokens}
+        excerpt |= {name: tokenizer.decode(tokens.tolist()) for name, tokens in texts.items()}
+        excerpt |= {"parts": _split(rollout, tokenizer), "length": int(rollout.loss_mask.sum())}
+        excerpt |= {"finish": rollout.finish_reason}
     return excerpt | {
         "reward": None if sample.reward is None else float(sample.reward),
         "rewards": {name: float(value) for name, value in zip(components, sample.components, strict=False)},
