@@ -71,8 +71,8 @@ class Conversation:
     """The request of the result."""
     _sequences: dict[str, EpisodeResult] = field(default_factory=dict)
     """By text."""
-    _texts: dict[str, str] = field(default_factory=dict)
-    """Name of an answer -> the text that was sampled, without end token."""
+    _texts: dict[str | tuple[int, str], str] = field(default_factory=dict)
+    """Name of an answer, and (its place in the conversation, name) -> the text that was sampled, without end token."""
 
     def answer(self, body: Json) -> Coroutine[Any, Any, Json]:
         """Read a request; return the coroutine that samples the answer.
@@ -85,7 +85,7 @@ class Conversation:
                 if body.get(key) not in (None, *values):
                     raise DataError(f"{key}: found {body[key]!r:.80}, expected one of {values}, or no {key}")
             tools = None if body.get("tool_choice") == "none" else body.get("tools")
-            text = self.chat.render_agent([self._restore(message) for message in body["messages"]], tools)
+            text = self.chat.render_agent([self._restore(*placed) for placed in enumerate(body["messages"])], tools)
             start = max(filter(text.startswith, self._sequences), key=len, default="")
             tokens = encode_text(self.player.tokenizer, text[len(start) :], limits.vocabulary)
             stop, max_tokens = body.get("stop") or [], body.get("max_completion_tokens") or body.get("max_tokens")
@@ -133,7 +133,8 @@ class Conversation:
         content = Hermes.remove_calls(content) if called else content
         # The template writes the end token.
         num_ends = int(is_whole and generated[-1] in self.player.tokenizer.all_special_ids)
-        self._texts[_name(content, called)] = decode(generated[: len(generated) - num_ends])
+        names = (name := _name(content, called)), (len(body["messages"]), name)
+        self._texts |= dict.fromkeys(names, decode(generated[: len(generated) - num_ends]))
         parsed = enumerate({"name": name, "arguments": json.dumps(value)} for name, value in called)
         tools = [{"id": f"call_{index}_{i}", "index": i, "type": "function", "function": f} for i, f in parsed]
         message = {"role": "assistant", "content": content} | ({"tool_calls": tools} if tools else {})
@@ -149,13 +150,13 @@ class Conversation:
         if not self.deadline.expired():
             self.deadline.reschedule(when)
 
-    def _restore(self, message: Json) -> Json:
-        """Return the message as templates take it, with the text that was sampled for the message, if any."""
+    def _restore(self, place: int, message: Json) -> Json:
+        """Return a request's message as templates take it, with the text that was sampled for the message, if any."""
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or ()
         content = content if isinstance(content, str) else "".join(piece["text"] for piece in content)
         called = [[call["function"]["name"], json.loads(call["function"]["arguments"])] for call in calls]
-        if role == "assistant" and (text := self._texts.get(_name(content, called))) is not None:
-            return {"role": role, "content": text}
+        if role == "assistant" and (name := _name(content, called)) in self._texts:
+            return {"role": role, "content": self._texts.get((place, name), self._texts[name])}
         tools = [{"type": "function", "function": {"name": name, "arguments": value}} for name, value in called]
         role = "system" if role == "developer" else role
         return message | {"role": role, "content": content} | ({"tool_calls": tools} if tools else {})

@@ -138,6 +138,21 @@ def test_a_second_request_continues_the_tokens_or_starts_anew(case: str) -> None
     assert engine.asked[1].known_rows == (0 if len(texts) == 2 else starts[2] - (case != "stop"))
 
 
+def test_equal_answers_keep_their_own_tokens() -> None:
+    """Although one text, without its special token, is the name of both."""
+    engine, tokenizer = Scripted(CD, [0, *CD], E), chat_tokenizer(MARKED)
+
+    async def agent(prompt: str, base_url: str, api_key: str, seed: int) -> None:
+        messages: list[dict[str, Any]] = [USER]
+        async with plain_http(base_url, api_key) as post:
+            for _ in range(3):
+                messages += [answer_of(await post(messages)), {"role": "tool", "content": "7"}]
+
+    (result,) = play_agents(engine, [request_of(5)], agent, LIMITS, SOME_STOPS, tokenizer)
+    assert result.rollout.tokens[result.rollout.loss_mask].tolist() == [*CD, 0, *CD, *E]
+    assert result.num_dropped == 0
+
+
 def test_an_agent_gets_the_rollouts_of_an_environment(engine: LocalEngine, oracle: Oracle) -> None:
     """Token for token, although the texts of turns and observations would merge to other tokens."""
     requests = unmerged(6)
