@@ -197,8 +197,8 @@ def _cut_into_rollouts(
     views = [empty if column is None else [column[i:j] for i, j in pairwise(bounds)] for column in whole]
     reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
     groups, samples = [request.group for request in requests], [request.sample for request in requests]
-    *first, counts, gate_weights, indexer_topk = views
-    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, gate_weights, indexer_topk)]
+    *first, counts, gates, keys = views
+    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, empty, gates, keys)]
 
 
 def _sample(

@@ -42,8 +42,9 @@ def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> 
     rollout = config.rollout
     max_kept_ids = rollout.max_kept_ids if rollout.keeps_sets else None
     limits = rollout.max_response_tokens, stop_tokens
-    extra = routes and config.train.replay_gates, routes and config.train.replay_indexer
-    return SamplingParams(rollout.temperature, rollout.top_p, *limits, routes, max_kept_ids, *extra)
+    gates, keys = routes and config.train.replay_gates, routes and config.train.replay_indexer
+    columns = {"return_gate_weights": gates, "return_indexer_topk": keys}
+    return SamplingParams(rollout.temperature, rollout.top_p, *limits, routes, max_kept_ids, **columns)
 
 
 def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
