@@ -194,7 +194,9 @@ def sample(
         for s in range(NUM_SEQUENCES)
     ]
     ends = (tokenizer.eos_token_id,)
-    params = SamplingParams(temperature, top_p, max_response_tokens, ends, routes, max_kept_ids, return_gate_weights=routes)
+    params = SamplingParams(
+        temperature, top_p, max_response_tokens, ends, routes, max_kept_ids, return_gate_weights=routes
+    )
     made = engine.generate(requests, params)
     engine.close()
     return made
