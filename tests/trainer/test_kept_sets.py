@@ -61,6 +61,10 @@ def test_what_engines_are_asked_for(world: World) -> None:
         config = parse(world.table(), {**changes, "eval.temperature": 0.0})
         assert train_params(config, (), routes=True).max_kept_ids == expected
         assert eval_params(config, ()).max_kept_ids is None
+    config = parse(world.table(), {"train.replay": "r3", "train.replay_gates": True})
+    asked = train_params(config, (), routes=True)
+    assert (asked.segment_tokens, asked.return_gate_weights, asked.return_indexer_topk) == (None, True, False)
+    assert not train_params(config, (), routes=False).return_gate_weights
 
 
 @pytest.mark.multirank

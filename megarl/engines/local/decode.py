@@ -351,7 +351,7 @@ class RouteRecorder:
         for (column, _), passes in self._seen.items():
             columns.setdefault(column, []).append(torch.cat(passes))
         rows = {name: torch.stack(layers, 1).to(self._dtypes[name]).cpu().numpy() for name, layers in columns.items()}
-        self._begin(())
+        self._begin(rows)
         return rows | {"routed_experts": rows["routed_experts"].view(self._dtype)}
 
     def _begin(self, columns: Iterable[str]) -> None:
