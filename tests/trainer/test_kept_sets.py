@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ def test_what_engines_are_asked_for(world: World) -> None:
         config = parse(world.table(), {**changes, "eval.temperature": 0.0})
         assert train_params(config, (), routes=True).max_kept_ids == expected
         assert eval_params(config, ()).max_kept_ids is None
+    for key, name in ("replay_gates", "return_gate_weights"), ("replay_indexer", "return_indexer_topk"):
+        asked = parse(world.table(), {})
+        asked = asked.model_copy(update={"train": asked.train.model_copy(update={key: True})})
+        bare = replace(train_params(asked, (), routes=False), return_routed_experts=True)
+        assert train_params(asked, (), routes=True) == replace(bare, **{name: True})
 
 
 @pytest.mark.multirank
