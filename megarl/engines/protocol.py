@@ -12,6 +12,7 @@ import torch
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
+from megarl.files.texts import refusal
 from megarl.routes.turns import known_rows
 
 
@@ -176,10 +177,7 @@ def limit_response(request: SampleRequest, params: SamplingParams, positions: in
     prompt_length, requested = len(request.prompt_tokens), request.max_response_tokens
     most = params.max_response_tokens if requested is None else min(requested, params.max_response_tokens)
     if min(most, positions - prompt_length) < 1:
-        raise RolloutError(
-            f"{request.label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions for a "
-            f"response of up to {most} tokens, expected at least 1"
-        )
+        raise RolloutError(refusal("no_room", label=request.label, size=prompt_length, positions=positions, most=most))
     return min(most, positions - prompt_length)
 
 
@@ -220,8 +218,4 @@ def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequ
 
 def too_many_kept(request: SampleRequest, num_ids: int, limit: int, num_tokens: int) -> RolloutError:
     """Return the error for a response whose ``num_tokens`` tokens have more nucleus ids than ``max_kept_ids``."""
-    return RolloutError(
-        f"{request.label}: its first {num_tokens} tokens were drawn from {num_ids} ids "
-        f"in all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
-        "max_kept_ids (4 bytes an id), or set rollout.keep_sampling_mask = false, with biased importance weights"
-    )
+    return RolloutError(refusal("too_many_kept", request=request, num_tokens=num_tokens, num_ids=num_ids, limit=limit))

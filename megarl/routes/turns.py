@@ -16,6 +16,7 @@ import numpy as np
 
 from megarl.core.types import REPLAYED, Rollout
 from megarl.errors import RolloutError, TraceError
+from megarl.files.texts import refusal
 
 if TYPE_CHECKING:
     from megarl.core.metrics import Stat
@@ -38,10 +39,7 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
     label = later.label
     size = earlier.num_tokens
     if later.prompt_length < size or not np.array_equal(later.tokens[:size], earlier.tokens):
-        raise TraceError(
-            f"{label}: the prompt of {later.prompt_length} tokens does not begin with the {size} tokens of the earlier "
-            "turn: tokens are to be kept, not made from text again"
-        )
+        raise TraceError(refusal("tokens_of_turns", label=label, found=later.prompt_length, size=size))
     whole = replace(
         later,
         loss_mask=np.concatenate([earlier.loss_mask, later.loss_mask[size:]]),
@@ -86,10 +84,8 @@ def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
         if old is None or new is None:
             raise TraceError(f"{label}: one turn has {name} here and the other has none: join them where both have")
         if old.shape[1:] != new.shape[1:]:
-            raise TraceError(
-                f"{label}: {name} of {list(old.shape[1:])} and {list(new.shape[1:])} layers and entries: the turns are "
-                "of different models"
-            )
+            shapes = [*old.shape[1:]], [*new.shape[1:]]
+            raise TraceError(refusal("models_of_turns", label=label, name=name, shapes=shapes))
     # Rows that were dropped after a retraction stay missing: the later turn's are of yet another pass.
     kept_rows = np.flatnonzero(pairs["routed_mask"][0] | _reread(earlier))
 

@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines.protocol import OnFinish, SamplingParams, too_many_kept
 from megarl.errors import NumericsError, RolloutError, TraceError
+from megarl.files.texts import refusal
 from megarl.routes.trace import narrow_dtype
 
 
@@ -247,10 +248,7 @@ def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) ->
     logprobs = torch.log_softmax(wide if temperature == 1.0 else wide / temperature, dim=-1)
     if math.isnan(logprobs[:, 0].sum()):  # the sum of a bad row is NaN, and so are its log-probabilities
         bad = int(logprobs[:, 0].isnan().sum())
-        raise NumericsError(
-            f"logits of {bad} of {len(logits)} sequences are not finite while sampling: look at the weights that were "
-            "sent to the engine"
-        )
+        raise NumericsError(refusal("logits_not_finite", bad=bad, num=len(logits)))
     if top_p < 1.0:
         ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
         mass = ordered.double().exp()

@@ -23,6 +23,7 @@ from megarl.engines.protocol import SamplingParams, limit_response, prompt_alone
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.routes.answers import decode_keys, longest_text, routes_from_sglang
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
@@ -194,19 +195,12 @@ def _find_faults(
         yield f"it stopped at {finish.matched!r}, its last token is {output[-1]}, expected one of {sorted(ends)}"
     fills_model = len(prompt) + size >= bounds.positions - ROOM_SLACK
     if finish.type == "length" and size < limit and (output[-1] in ends or not fills_model):
-        yield (
-            f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit} (a server "
-            "with less room needs more: --context-length, sglang.max_total_tokens, sglang.mem_fraction)"
-        )
+        yield refusal("response_cut", size=size, limit=limit)
     # Newer servers name the version of each span of output tokens.
     spans = meta.weight_versions or [_Span(start=0, end=size, version=str(meta.weight_version))]
     starts, ends_of_spans = [span.start for span in spans], [span.end for span in spans]
     if {str(span.version) for span in spans} != {str(version)} or [*starts, size] != [0, *ends_of_spans]:
-        yield (
-            f"made with weight versions {[*map(str, spans)]}, expected {version} for all {size} tokens: somebody else "
-            "updates or pauses the server; give it a key that only this run knows (sglang.api_key_env), and set "
-            "rollout.max_staleness for responses that go on under new weights"
-        )
+        yield refusal("versions_of_spans", found=[*map(str, spans)], version=version, size=size)
 
 
 def _find_ends(params: SamplingParams, bounds: Bounds) -> set[int]:
@@ -226,11 +220,8 @@ def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
     logprobs = np.array([np.nan if value is None else value for value in values], np.float64)
     wrong = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))  # NaN is in no range
     if wrong.any():
-        token = int(wrong.argmax())
-        raise RolloutError(
-            f"{label}: the log-probability of response token {token} is {logprobs[token]:.9g}, expected "
-            f"{LEAST_LOGPROB:g} to 0"
-        )
+        facts = {"token": (token := int(wrong.argmax())), "value": logprobs[token], "least": LEAST_LOGPROB}
+        raise RolloutError(refusal("sampled_logprob", label=label, **facts))
     return np.minimum(logprobs, 0.0).astype(np.float32)
 
 
@@ -238,10 +229,7 @@ def _parse_nucleus(meta: _Meta, output: np.ndarray, vocabulary: int, label: str)
     """Return float32 [output], log-probabilities within the nucleus; sizes of the nuclei; their ids, ascending."""
     sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if sets is None or logprobs is None or {len(sets), len(logprobs)} != {len(output)}:
-        raise RolloutError(
-            f"{label}: the answer does not say which ids each of {len(output)} tokens was drawn from, which top_p "
-            "below 1 needs: take SGLang 0.5.20 or later, or set rollout.top_p = 1"
-        )
+        raise RolloutError(refusal("answer_without_sets", label=label, num=len(output)))
     counts = np.fromiter(map(len, sets), np.int32)
     owner, ids = np.repeat(np.arange(len(output)), counts), np.fromiter(chain.from_iterable(sets), np.int32)
     if ids.max(initial=0) >= vocabulary:

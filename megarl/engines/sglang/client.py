@@ -29,6 +29,7 @@ from megarl.engines.protocol import Begin, OnFinish, Session, prompt_alone, run_
 from megarl.engines.sglang.http import is_ready
 from megarl.errors import DataError, RequestError, RolloutError, TraceError
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
+from megarl.files.texts import refusal
 
 KEEP_CONNECTION_S = 3.0
 """SGLang closes a connection after five idle seconds, even while a request is on its way."""
@@ -299,10 +300,7 @@ class _RequestSession(Session):
                 return
             job.losses += 1
             if job.losses >= LOSSES:
-                raise RolloutError(
-                    f"{job.request.label}: lost {job.losses} times with its connection, the last: {failure}; if this "
-                    "request ends the server, its log says why"
-                ) from failure
+                raise RolloutError(refusal("request_lost", job=job, failure=failure)) from failure
             server.queue.appendleft(job)
             self._lose(server, failure)
         else:

@@ -20,6 +20,7 @@ from megarl.data.prompts import Prompt, PromptOrder
 from megarl.engines.player import Asker, Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import CheckpointError, MegarlError
+from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
@@ -96,10 +97,7 @@ class Sampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; CheckpointError for the state of an earlier megarl, or of another rule."""
         if "position" not in state or not self.state_dict()["estimates"].keys() <= state["estimates"].keys():
-            raise CheckpointError(
-                "the checkpoint's state of the sampler is of an earlier megarl, or of another sampling.rule; set "
-                "sampling.rule as it was, or begin a new run"
-            )
+            raise CheckpointError(refusal("state_of_sampler"))
         self._position = int(state["position"])
         if self._allocator is not None:
             self._allocator.load_state_dict(state["estimates"])
