@@ -199,7 +199,7 @@ def _cut_into_rollouts(
     reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
     groups, samples = [request.group for request in requests], [request.sample for request in requests]
     *first, counts, gate_weights, indexer_topk = views
-    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, gate_weights, indexer_topk)]
+    return [*map(Rollout, groups, samples, *first, reasons, empty, counts, kept_ids, empty, gate_weights, indexer_topk)]
 
 
 def _sample(
