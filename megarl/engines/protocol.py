@@ -55,7 +55,8 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self._episodes: set[asyncio.Task[None]] = set()
+        self.episodes: set[asyncio.Task[None]] = set()
+        """Those that have not ended."""
         self._tasks = asyncio.TaskGroup()
         self.closing = AsyncExitStack()
         """Closes what episodes share, at the end of the session."""
@@ -71,7 +72,7 @@ class Session:
         A cancelled episode does not count as an error, and its request is dropped.
         """
         task = self._tasks.create_task(episode)
-        self._episodes.add(task)
+        self.episodes.add(task)
         task.add_done_callback(self._end_episode)
         return task
 
@@ -87,7 +88,7 @@ class Session:
         raise NotImplementedError
 
     def _end_episode(self, task: asyncio.Task[None]) -> None:
-        self._episodes.discard(task)
+        self.episodes.discard(task)
         self._after_episode()
 
     def _after_episode(self) -> None:
@@ -193,12 +194,9 @@ def go_on(request: SampleRequest, earlier: Rollout, max_response_tokens: int) ->
     """Return the request that continues ``earlier``, of a response of at most ``max_response_tokens`` in all."""
     drawn = earlier.num_tokens - len(request.prompt_tokens)
     limit = min(max_response_tokens, request.max_response_tokens or max_response_tokens)
-    changes: Any = {
-        "prompt_tokens": earlier.tokens,
-        "known_rows": known_rows(earlier),
-        "max_response_tokens": limit - drawn,
-    }
-    return replace(request, num_drawn=request.num_drawn + drawn, **changes)
+    rows, num_drawn = known_rows(earlier), request.num_drawn + drawn
+    changes: Any = {"prompt_tokens": earlier.tokens, "known_rows": rows, "max_response_tokens": limit - drawn}
+    return replace(request, num_drawn=num_drawn, **changes)
 
 
 def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:

@@ -190,7 +190,7 @@ class BatchSession(Session):
 
     def _answer_all(self) -> None:
         self._will_answer = False
-        if not 0 < len(self._waiting) >= len(self._episodes):  # the next waiting or ending episode calls again
+        if not 0 < len(self._waiting) >= len(self.episodes):  # the next waiting or ending episode calls again
             return
         waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
         self._waiting.clear()

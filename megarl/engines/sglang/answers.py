@@ -11,7 +11,7 @@ of the first. The answer counts retractions (``num_retractions``) and does not s
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any
 
@@ -126,37 +126,28 @@ def parse_answer(
         reason = f"the server finished with {meta.finish_reason.type}, expected stop or length"
         raise RolloutError(f"{label}: {fault or reason}")
     output, num_prompt = np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
-    checked, counts, ids = _require_logprobs(logprobs, label), None, None
+    checked, tokens = (
+        _require_logprobs(logprobs, label),
+        np.concatenate([request.prompt_tokens, output], dtype=np.int32),
+    )
+    columns: Any = {"tokens": tokens, "weight_versions": np.full(len(tokens), version, np.int32)}
     if params.has_nucleus:
         checked, counts, ids = _parse_nucleus(meta, output, bounds.vocabulary, label)
-        if params.max_kept_ids is None:
-            counts = ids = None
-        elif len(ids) > params.max_kept_ids:
-            raise too_many_kept(request, len(ids), params.max_kept_ids, len(output))
-    tokens = np.concatenate([request.prompt_tokens, output], dtype=np.int32)
-    experts = mask = keys = None
-    if shape is not None and params.return_indexer_topk:
-        shapes = (len(tokens) - 1, shape.num_layers, bounds.indexer_topk), bounds.indexers
-        keys = decode_keys(meta.indexer_topk, *shapes, label)
+        if params.max_kept_ids is not None:
+            if len(ids) > params.max_kept_ids:
+                raise too_many_kept(request, len(ids), params.max_kept_ids, len(output))
+            columns |= {"kept_counts": np.pad(counts, (num_prompt, 0)), "kept_ids": ids}
     if shape is not None:
         trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens.tolist(), label=label)
-        experts, mask = trace.experts, trace.row_mask
-    return Rollout(
-        group=request.group,
-        sample=request.sample,
-        tokens=tokens,
-        loss_mask=np.arange(len(tokens)) >= num_prompt,
-        rollout_logprobs=np.pad(checked, (num_prompt, 0)),
-        routed_experts=experts,
-        routed_mask=mask,
-        weight_versions=np.full(len(tokens), version, np.int32),
-        finish_reason=finish,
-        kept_counts=None if counts is None else np.pad(counts, (num_prompt, 0)),
-        kept_ids=ids,
+        columns |= {"routed_experts": trace.experts, "routed_mask": trace.row_mask}
+        if params.return_indexer_topk:
+            shapes = (len(tokens) - 1, shape.num_layers, bounds.indexer_topk), bounds.indexers
+            columns["indexer_topk"] = decode_keys(meta.indexer_topk, *shapes, label)
+    if meta.num_retractions:
         # Every generated token but the last may have been read again: the server read all tokens before a retraction.
-        reread_mask=np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1)) if meta.num_retractions else None,
-        indexer_topk=keys,
-    )
+        columns["reread_mask"] = np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1))
+    columns |= {"loss_mask": np.arange(len(tokens)) >= num_prompt, "rollout_logprobs": np.pad(checked, (num_prompt, 0))}
+    return replace(prompt_alone(request, version), finish_reason=finish, **columns)
 
 
 def longest_answer(request: SampleRequest, shape: MoeShape | None, params: SamplingParams, bounds: Bounds) -> int:

@@ -278,6 +278,6 @@ class Fleet(FleetState):
                 self.present.remove(member)
                 member.leave_update(error)
         for member in self.present:
-            if member in steps and (refusal := steps[member].exception()) is not None:
-                raise refusal
+            if member in steps and (fault := steps[member].exception()) is not None:
+                raise fault
         return [member for member in steps if member in self.present]

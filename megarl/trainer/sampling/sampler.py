@@ -113,9 +113,7 @@ class Sampler:
         """
         assert self._ahead is None, "only one step may be under way"
         assigned = self._assign(step)
-        draw, params = self._make_step_draw(assigned), self._params(step)
-        background = requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
-        self._ahead = replace(assigned, background=background)
+        self._ahead = replace(assigned, background=self._begin(self._make_step_draw(assigned), step))
 
     def settle(self) -> None:
         """Wait until the engine may get new weights, and have the engine prove the weights of the responses; a
@@ -186,9 +184,11 @@ class Sampler:
         """Have the servers go on with the responses of later steps during training, until ``settle``."""
         assert self._untrained is not None
         drawn = self._make_window_draw(self._untrained, step, ends=False)
+        self._under_way = drawn, self._begin(drawn, step)
+
+    def _begin(self, draw: Draw, step: int) -> requests.BackgroundSampling:
         params = self._params(step)
-        background = requests.BackgroundSampling(lambda on_finish: drawn.run(self.engine, params, on_finish))
-        self._under_way = drawn, background
+        return requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
 
     def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
