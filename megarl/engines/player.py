@@ -384,7 +384,6 @@ class Draw:
         self.unfinished = dict(unfinished or {})
         """Paused responses, each with at least a token."""
         self.asker, self._request_of, self._player, self._pauses = asker, request_of, player, unfinished is not None
-        self._in_flight: set[asyncio.Task[None]] = set()
         self._session: tuple[asyncio.AbstractEventLoop, Session] | None = None
         self._is_asked_to_pause = self._is_paused = False
 
@@ -416,9 +415,7 @@ class Draw:
 
     def _start(self, session: Session, asks: Sequence[Ask]) -> None:
         for key in [(ask.prompt, sample) for ask in asks for sample in ask.samples]:
-            task = session.start(self._play(session, key))
-            self._in_flight.add(task)
-            task.add_done_callback(self._in_flight.discard)
+            session.start(self._play(session, key))
 
     async def _play(self, session: Session, key: Key) -> None:
         sample = await self._player.play(session, *self._request_of(*key), self.unfinished.get(key))
@@ -434,5 +431,5 @@ class Draw:
             return self._start(session, asks)
         if self._pauses:
             return self._pause(session)
-        for task in self._in_flight - {asyncio.current_task()}:
+        for task in session.episodes - {asyncio.current_task()}:
             task.cancel()

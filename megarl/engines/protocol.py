@@ -12,6 +12,7 @@ import torch
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
+from megarl.files.texts import refusal
 from megarl.routes.turns import known_rows
 
 
@@ -54,7 +55,8 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self._episodes: set[asyncio.Task[None]] = set()
+        self.episodes: set[asyncio.Task[None]] = set()
+        """Those that have not ended."""
         self._tasks = asyncio.TaskGroup()
         self.closing = AsyncExitStack()
         """Closes what episodes share, at the end of the session."""
@@ -70,7 +72,7 @@ class Session:
         A cancelled episode does not count as an error, and its request is dropped.
         """
         task = self._tasks.create_task(episode)
-        self._episodes.add(task)
+        self.episodes.add(task)
         task.add_done_callback(self._end_episode)
         return task
 
@@ -86,7 +88,7 @@ class Session:
         raise NotImplementedError
 
     def _end_episode(self, task: asyncio.Task[None]) -> None:
-        self._episodes.discard(task)
+        self.episodes.discard(task)
         self._after_episode()
 
     def _after_episode(self) -> None:
@@ -176,10 +178,7 @@ def limit_response(request: SampleRequest, params: SamplingParams, positions: in
     prompt_length, requested = len(request.prompt_tokens), request.max_response_tokens
     most = params.max_response_tokens if requested is None else min(requested, params.max_response_tokens)
     if min(most, positions - prompt_length) < 1:
-        raise RolloutError(
-            f"{request.label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions for a "
-            f"response of up to {most} tokens, expected at least 1"
-        )
+        raise RolloutError(refusal("no_room", label=request.label, size=prompt_length, positions=positions, most=most))
     return min(most, positions - prompt_length)
 
 
@@ -195,12 +194,9 @@ def go_on(request: SampleRequest, earlier: Rollout, max_response_tokens: int) ->
     """Return the request that continues ``earlier``, of a response of at most ``max_response_tokens`` in all."""
     drawn = earlier.num_tokens - len(request.prompt_tokens)
     limit = min(max_response_tokens, request.max_response_tokens or max_response_tokens)
-    changes: Any = {
-        "prompt_tokens": earlier.tokens,
-        "known_rows": known_rows(earlier),
-        "max_response_tokens": limit - drawn,
-    }
-    return replace(request, num_drawn=request.num_drawn + drawn, **changes)
+    rows, num_drawn = known_rows(earlier), request.num_drawn + drawn
+    changes: Any = {"prompt_tokens": earlier.tokens, "known_rows": rows, "max_response_tokens": limit - drawn}
+    return replace(request, num_drawn=num_drawn, **changes)
 
 
 def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:
@@ -220,8 +216,4 @@ def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequ
 
 def too_many_kept(request: SampleRequest, num_ids: int, limit: int, num_tokens: int) -> RolloutError:
     """Return the error for a response whose ``num_tokens`` tokens have more nucleus ids than ``max_kept_ids``."""
-    return RolloutError(
-        f"{request.label}: its first {num_tokens} tokens were drawn from {num_ids} ids "
-        f"in all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
-        "max_kept_ids (4 bytes an id), or set rollout.keep_sampling_mask = false, with biased importance weights"
-    )
+    return RolloutError(refusal("too_many_kept", request=request, num_tokens=num_tokens, num_ids=num_ids, limit=limit))

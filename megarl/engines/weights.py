@@ -31,6 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
 from megarl.errors import ConfigError, WeightSyncError, describe
 from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
+from megarl.files.texts import refusal
 from megarl.models.hf_files import split_by_size
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32
@@ -108,8 +109,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     covered, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
     if covered != expected:
         raise WeightSyncError(
-            f"the checkpoint names of {type(model).__name__} cover {covered} numbers, its parameters hold {expected}: "
-            "transformers' conversion of this architecture is not understood"
+            refusal("names_of_checkpoint", kind=type(model).__name__, covered=covered, expected=expected)
         )
     turned = {name: view.transpose(1, 2) for name, view in views.items() if is_turned(kind, name, view.shape, hidden)}
     names = {name: hf_name(kind, name) if model.config.model_type != kind else name for name in views}
@@ -304,10 +304,7 @@ class Intake:
             yield bucket
         whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
         if bad := [name.removesuffix(SCALE) for name, ok in zip(names, whole, strict=True) if not ok]:
-            raise WeightSyncError(
-                f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
-                "look at the trainer's weights"
-            )
+            raise WeightSyncError(refusal("weights_not_finite", num=len(bad), total=len(self.shapes), first=bad[0]))
 
     def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
         outstanding = dict(self.shapes)
@@ -322,7 +319,7 @@ class Intake:
                 raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
             yield name, tensor
         if outstanding:
+            num, examples = len(outstanding), ", ".join(sorted(outstanding)[:3])
             raise WeightSyncError(
-                f"{len(outstanding)} of {len(self.shapes)} tensors are missing from the update to version "
-                f"{self.version}, for example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
+                refusal("weights_missing", num=num, total=len(self.shapes), version=self.version, examples=examples)
             )

@@ -231,10 +231,6 @@ def _score(method: _Method, hook: Hook | None, logits: torch.Tensor) -> Any:
     return scored[0], torch.zeros_like(scored[1]).scatter(1, experts, 1)
 
 
-_METHODS: dict[str, _Method] = {
-    "_apply_aux_loss": _attach_loss,
-    "_apply_seq_aux_loss": _attach_loss,
-    "_apply_global_aux_loss": _attach_loss,
-    "compute_routing_scores_for_aux_loss": _score,
-}
+_METHODS: dict[str, _Method] = {f"_apply_{kind}_loss": _attach_loss for kind in ("aux", "seq_aux", "global_aux")}
+_METHODS["compute_routing_scores_for_aux_loss"] = _score
 """Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""

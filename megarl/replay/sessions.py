@@ -14,6 +14,7 @@ import torch
 
 from megarl.core.devices import DeviceChecks, to_device
 from megarl.errors import ReplayError
+from megarl.files.texts import refusal
 from megarl.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.replay.hooks import Hook, Question
 from megarl.replay.pass_log import PassBlock, RouterCall
@@ -33,10 +34,7 @@ def _stack(columns: Columns, hooks: Sequence[Hook], block: PassBlock) -> list[to
     micros_by_layer = {hook.layer: block.micros_of(hook.column) for hook in hooks}
     if len({frozenset(micros) for micros in micros_by_layer.values()}) > 1:
         counts = {layer: len(micros) for layer, micros in micros_by_layer.items()}
-        raise ReplayError(
-            f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers. Likely a "
-            "layer was skipped; run whole forward passes in the block"
-        )
+        raise ReplayError(refusal("micro_batches_of_layers", counts=counts))
     # Stored layer by layer, because a replay reads one layer at a time.
     micros = sorted(micros_by_layer[hooks[0].layer])
     return [torch.stack([columns[hook][micro] for hook in hooks]).transpose(0, 1) for micro in micros]
@@ -99,18 +97,10 @@ def _make_tables(routes: Routes, hooks: Sequence[Hook], samples: bool = False) -
 def _find_table(tables: Sequence[_Table], hook: Hook, call: RouterCall, scores: torch.Tensor) -> _Table:
     """The table of a call's micro-batch, which must have a row for each of the scores."""
     if call.micro >= len(tables):
-        raise ReplayError(
-            f"layer {hook.layer}: pass of micro-batch {call.micro + 1}, but there are routes for {len(tables)}. "
-            "Likely iterator and routes were split differently, or another pass ran in the same block; give "
-            "one entry per micro-batch"
-        )
-    table = tables[call.micro]
-    if table.experts.size(1) != scores.size(0):
-        raise ReplayError(
-            f"layer {hook.layer}, micro-batch {call.micro}: the router sees {scores.size(0)} tokens, the routes have "
-            f"{table.experts.size(1)}. Likely sequence-parallel slices or alignment padding differ; docs/plugin.md "
-            "lists the rows of each layout"
-        )
+        raise ReplayError(refusal("routes_of_pass", hook=hook, number=call.micro + 1, num=len(tables)))
+    table, tokens = tables[call.micro], len(scores)
+    if (rows := table.experts.size(1)) != tokens:
+        raise ReplayError(refusal("tokens_of_router", hook=hook, call=call, tokens=tokens, rows=rows))
     return table
 
 
@@ -199,11 +189,7 @@ class Session:
         for hook in hooks if self.replays else ():
             used = len(block.micros_of(hook.column))
             if used != len(self._routes):
-                raise ReplayError(
-                    f"layer {hook.layer}: {used} forward passes used the routes of {len(self._routes)} micro-batches; "
-                    "each must be used once. Likely this router was bypassed, passes ran on another thread, or the "
-                    "block closed too early; close it after the last forward pass, on the thread that opened it"
-                )
+                raise ReplayError(refusal("passes_of_layer", hook=hook, used=used, num=len(self._routes)))
             if get_ident() in hook.gates:
                 reason = "its own gate weights were used, because it does not call TopKRouter.routing; give no gates"
                 raise ReplayError(f"layer {hook.layer}: the router asked for experts, but {reason}")

@@ -21,6 +21,7 @@ import numpy as np
 
 from megarl.errors import TraceError
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.routes.codec import MAGIC, decode
 from megarl.routes.trace import RoutingTrace
 
@@ -49,16 +50,10 @@ def routes_from_sglang(
     """
     if not isinstance(response, Mapping) or not isinstance(meta := response.get("meta_info"), Mapping):
         kind = f"a list of {len(response)}" if isinstance(response, list) else f"a {type(response).__name__}"
-        raise TraceError(
-            f"{label} is {kind}, expected the JSON object of one /generate request, with meta_info; with n above 1, "
-            "call once for each"
-        )
+        raise TraceError(refusal("answer_of_generate", label=label, kind=kind))
     text = meta.get("routed_experts")
     if not isinstance(text, str):
-        raise TraceError(
-            f"{label} has no routed_experts: send return_routed_experts = true, to a server that was started with "
-            "--enable-return-routed-experts (SGLang 0.5.7 or later)"
-        )
+        raise TraceError(refusal("answer_without_routes", label=label))
     counts: list[Any] = [meta.get(name) for name in ("prompt_tokens", "completion_tokens")]
     if not all(isinstance(count, int) and count >= 0 for count in counts) or counts == [0, 0]:
         raise TraceError(f"{label}: prompt_tokens and completion_tokens are {counts}, expected two counts above 0")
@@ -85,10 +80,7 @@ def read_routes(
     """
     per_row = 4 * shape.num_layers * shape.topk
     if len(raw) % per_row:
-        raise TraceError(
-            f"{label}: routes of {len(raw)} bytes, no whole number of rows of {shape.num_layers} layers with "
-            f"top-{shape.topk}: the server runs another model"
-        )
+        raise TraceError(refusal("bytes_of_routes", label=label, length=len(raw), shape=shape))
     whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
     rows = whole[:, list(shape.moe_layers)] if len(shape.moe_layers) < shape.num_layers else whole
     for layer in shape.dense_layers:
@@ -101,11 +93,7 @@ def read_routes(
         form = f"integers [{rows.shape[1]} MoE layers, physical ids] in 0..{shape.num_experts - 1}"
         raise TraceError(f"{label}: logical_ids are {table.dtype} {list(table.shape)}, expected {form}")
     if rows.size and rows.max() >= table.shape[1]:
-        raise TraceError(
-            f"{label}: expert id {rows.max()}, expected at most {table.shape[1] - 1}. Either the server runs another "
-            "model, or it answers with physical ids, of redundant or moved experts (EPLB): give logical_ids, its whole "
-            "table of physical to logical ids, or take SGLang 0.5.10 or later"
-        )
+        raise TraceError(refusal("physical_ids", label=label, found=rows.max(), most=table.shape[1] - 1))
     if logical_ids is not None:
         rows = np.where(rows < 0, rows, table.astype(np.int32)[np.arange(len(table))[:, None], rows])
     return RoutingTrace.of_rows(rows, shape.num_experts, label)
@@ -135,12 +123,9 @@ def decode_routes(
         raise TraceError(f"{label}: megarl's plugin answers with experts: leave logical_ids out")
     trace = _decode_short(raw, shape, label) if is_short else read_routes(raw, shape, label, logical_ids)
     expected = num_rows - known_rows
-    if len(trace.experts) not in (num_rows, expected):
-        raise TraceError(
-            f"{label}: routes of {len(trace.experts)} rows, expected {expected} rows of {shape.num_layers} layers with "
-            f"top-{shape.topk}: the server runs another model, or lost part of the routes"
-        )
-    first = len(trace.experts) - expected
+    if (found := len(trace.experts)) not in (num_rows, expected):
+        raise TraceError(refusal("rows_of_routes", label=label, found=found, expected=expected, shape=shape))
+    first = found - expected
     present = None if trace.present is None else trace.present[first:]
     trace = RoutingTrace.of_sets(trace.experts[first:], trace.num_experts, present, label)
     refuse_uncaptured(trace, tokens)
@@ -162,10 +147,7 @@ def decode_keys(text: str | None, shape: tuple[int, int, int], indexers: Sequenc
     """
     keys = np.frombuffer(_from_base64(text or "", "indexer_topk", label), np.int8)
     if len(keys) != 4 * math.prod(shape):
-        raise TraceError(
-            f"{label}: indexer_topk of {len(keys)} bytes, expected int32 {list(shape)}: start SGLang (0.5.23) with "
-            "--enable-return-indexer-topk, one attention rank, and return_indexer_topk in the request"
-        )
+        raise TraceError(refusal("keys_of_answer", label=label, length=len(keys), expected=list(shape)))
     rows = keys.view("<i4").reshape(shape)[:, list(indexers)]
     if (rows > np.arange(len(rows))[:, None, None]).any():
         raise TraceError(f"{label}: indexer_topk has keys behind their token: start SGLang with SGLANG_DSA_FUSE_TOPK=0")
@@ -209,10 +191,7 @@ def refuse_uncaptured(trace: RoutingTrace, tokens: Sequence[int] | None = None) 
         fault = f"all {len(experts)} rows are the same, of {different} different tokens"
     else:
         return
-    raise TraceError(
-        f"{trace.label}: {fault}: no router chose them. The engine routes inside a kernel and captures nothing "
-        "(SGLang: take --moe-runner-backend triton), or serves padding for rows that it has lost"
-    )
+    raise TraceError(refusal("not_captured", label=trace.label, fault=fault))
 
 
 def _decode_short(raw: bytes, shape: MoeShape, label: str) -> RoutingTrace:

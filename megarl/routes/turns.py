@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.core.types import REPLAYED, Rollout
 from megarl.errors import RolloutError, TraceError
+from megarl.files.texts import refusal
 
 if TYPE_CHECKING:
     from megarl.core.metrics import Stat
@@ -38,19 +39,13 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
     label = later.label
     size = earlier.num_tokens
     if later.prompt_length < size or not np.array_equal(later.tokens[:size], earlier.tokens):
-        raise TraceError(
-            f"{label}: the prompt of {later.prompt_length} tokens does not begin with the {size} tokens of the earlier "
-            "turn: tokens are to be kept, not made from text again"
-        )
-    whole = replace(
-        later,
-        loss_mask=np.concatenate([earlier.loss_mask, later.loss_mask[size:]]),
-        rollout_logprobs=np.concatenate([earlier.rollout_logprobs, later.rollout_logprobs[size:]]),
-        weight_versions=np.concatenate([earlier.weight_versions, later.weight_versions[size:]]),
-    )
+        raise TraceError(refusal("tokens_of_turns", label=label, found=later.prompt_length, size=size))
+    names = ("loss_mask", "rollout_logprobs", "weight_versions")
+    pairs = {name: (getattr(earlier, name), getattr(later, name)) for name in names}
     if earlier.reread_mask is not None or later.reread_mask is not None:
-        whole = replace(whole, reread_mask=np.concatenate([_reread(earlier), _reread(later)[size:]]))
-    return _join_routes(_join_kept(whole, earlier, later, label), earlier, later, label)
+        pairs["reread_mask"] = _mask_of(earlier, "reread_mask"), _mask_of(later, "reread_mask")
+    columns: Any = {name: np.concatenate([old, new[size:]]) for name, (old, new) in pairs.items()}
+    return replace(later, **columns, **_join_kept(earlier, later, label), **_join_routes(earlier, later, label))
 
 
 def cut(rollout: Rollout, size: int) -> Rollout:
@@ -62,56 +57,45 @@ def cut(rollout: Rollout, size: int) -> Rollout:
     return replace(rollout, **ends, finish_reason="stop")
 
 
-def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
+def _join_kept(earlier: Rollout, later: Rollout, label: str) -> dict[str, Any]:
     if earlier.kept_counts is None and later.kept_counts is None:
-        return whole
+        return {}
     if earlier.kept_counts is None or earlier.kept_ids is None or later.kept_counts is None or later.kept_ids is None:
         raise RolloutError(f"{label}: one turn has kept sets and the other has none: sample both with the same top_p")
     old, new = earlier.kept_counts, later.kept_counts
     num_known = int(new[: len(old)].sum())  # the later turn's prompt has no sets
-    return replace(
-        whole,
-        kept_counts=np.concatenate([old, new[len(old) :]]),
-        kept_ids=np.concatenate([earlier.kept_ids, later.kept_ids[num_known:]]),
-    )
+    ids = np.concatenate([earlier.kept_ids, later.kept_ids[num_known:]])
+    return {"kept_counts": np.concatenate([old, new[len(old) :]]), "kept_ids": ids}
 
 
-def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
+def _join_routes(earlier: Rollout, later: Rollout, label: str) -> dict[str, Any]:
     pairs = {name: (getattr(earlier, name), getattr(later, name)) for name in (*REPLAYED, "routed_mask")}
     pairs = {name: pair for name, pair in pairs.items() if any(column is not None for column in pair)}
     if not pairs:
-        return whole
+        return {}
     for name in ("routed_experts", "routed_mask", *pairs):
         old, new = pairs.get(name, (None, None))
         if old is None or new is None:
             raise TraceError(f"{label}: one turn has {name} here and the other has none: join them where both have")
         if old.shape[1:] != new.shape[1:]:
-            raise TraceError(
-                f"{label}: {name} of {list(old.shape[1:])} and {list(new.shape[1:])} layers and entries: the turns are "
-                "of different models"
-            )
+            shapes = [*old.shape[1:]], [*new.shape[1:]]
+            raise TraceError(refusal("models_of_turns", label=label, name=name, shapes=shapes))
     # Rows that were dropped after a retraction stay missing: the later turn's are of yet another pass.
-    kept_rows = np.flatnonzero(pairs["routed_mask"][0] | _reread(earlier))
+    kept_rows = np.flatnonzero(pairs["routed_mask"][0] | _mask_of(earlier, "reread_mask"))
 
     def rows(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         merged = second.copy()
         merged[kept_rows] = first[kept_rows]
         return merged
 
-    return replace(
-        whole,
-        route_versions=rows(row_versions(earlier), row_versions(later)),
-        **{name: rows(*pair) for name, pair in pairs.items()},
-    )
+    pairs["route_versions"] = row_versions(earlier), row_versions(later)
+    return {name: rows(*pair) for name, pair in pairs.items()}
 
 
-def _row_mask(rollout: Rollout) -> np.ndarray:
-    """bool [T], True where the engine recorded the token's routes."""
-    return np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask.astype(bool)
-
-
-def _reread(rollout: Rollout) -> np.ndarray:
-    return np.zeros(rollout.num_tokens, bool) if rollout.reread_mask is None else rollout.reread_mask.astype(bool)
+def _mask_of(rollout: Rollout, name: str) -> np.ndarray:
+    """bool [T], a mask of the rollout; absent: False."""
+    mask = getattr(rollout, name)
+    return np.zeros(rollout.num_tokens, bool) if mask is None else mask.astype(bool)
 
 
 def row_versions(rollout: Rollout) -> np.ndarray:
@@ -144,9 +128,9 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     }
     if any(rollout.routed_mask is not None for rollout in rollouts):
         columns |= {
-            "rollout/missing_rows_fraction": ~np.concatenate([*map(_row_mask, rollouts)]),
+            "rollout/missing_rows_fraction": ~np.concatenate([_mask_of(r, "routed_mask") for r in rollouts]),
             "routes/stale_rows_fraction": np.concatenate([*map(_stale, rollouts)]),
-            "routes/reread_rows_fraction": np.concatenate([*map(_reread, rollouts)]),
+            "routes/reread_rows_fraction": np.concatenate([_mask_of(r, "reread_mask") for r in rollouts]),
         }
     means = Stat.means_of({name: (int(column.sum()), len(column)) for name, column in columns.items()})
     return means | {"rollout/staleness_max": Stat.max(ages)}
@@ -154,6 +138,4 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
 
 def _stale(rollout: Rollout) -> np.ndarray:
     """Return bool [T], True for a row recorded under another weight version than the token."""
-    if rollout.route_versions is None:
-        return np.zeros(rollout.num_tokens, bool)
-    return _row_mask(rollout) & (row_versions(rollout) != rollout.weight_versions)
+    return _mask_of(rollout, "routed_mask") & (row_versions(rollout) != rollout.weight_versions)

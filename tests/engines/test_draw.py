@@ -107,7 +107,7 @@ def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> No
     client = SGLangClient([server.url], SGLangConfig())
     call = Call(
         lambda request: {"group": request.group, "sample": request.sample},
-        lambda request, answer, rid: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
+        lambda request, answer, rid, stopped: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
     )
     client.converse(draw.begin, call)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines.protocol import OnFinish, SamplingParams, too_many_kept
 from megarl.errors import NumericsError, RolloutError, TraceError
+from megarl.files.texts import refusal
 from megarl.routes.trace import narrow_dtype
 
 
@@ -68,14 +69,8 @@ class _Reader:
             experts = "batched_mm" if ids.numel() <= self._copied_rows else "grouped_mm"
             if model.config._experts_implementation != experts:
                 model.set_experts_implementation(experts)
-        output = model(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        state = {"attention_mask": self._mask, "position_ids": positions, "past_key_values": self._cache}
+        output = model(input_ids=ids, **state, use_cache=True, logits_to_keep=1)
         if self._recorder is not None:
             self._recorder.end_pass(ids.numel())
         return output.logits[:, -1]
@@ -247,10 +242,7 @@ def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) ->
     logprobs = torch.log_softmax(wide if temperature == 1.0 else wide / temperature, dim=-1)
     if math.isnan(logprobs[:, 0].sum()):  # the sum of a bad row is NaN, and so are its log-probabilities
         bad = int(logprobs[:, 0].isnan().sum())
-        raise NumericsError(
-            f"logits of {bad} of {len(logits)} sequences are not finite while sampling: look at the weights that were "
-            "sent to the engine"
-        )
+        raise NumericsError(refusal("logits_not_finite", bad=bad, num=len(logits)))
     if top_p < 1.0:
         ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
         mass = ordered.double().exp()
@@ -324,15 +316,11 @@ class RouteRecorder:
         if absent := [column for column in columns if not self._layers[column]]:
             raise RolloutError(f"the model has no layers of {absent[0]}: do not request it")
         self._begin(columns)
-        handles = [
-            self._named[name].register_forward_hook(partial(self._add, column, name), with_kwargs=True)
-            for column, name in self._seen
-        ]
-        try:
+        with ExitStack() as hooks:
+            for column, name in self._seen:
+                add = partial(self._add, column, name)
+                hooks.enter_context(self._named[name].register_forward_hook(add, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def end_pass(self, num_tokens: int) -> None:
         """End a forward pass; TraceError if a layer did not see exactly one row per input token."""
@@ -356,9 +344,8 @@ class RouteRecorder:
 
     def _begin(self, columns: Iterable[str]) -> None:
         # By column and layer, pass after pass.
-        self._seen: dict[tuple[str, str], list[torch.Tensor]] = {
-            (c, name): [] for c in columns for name in self._layers[c]
-        }
+        keys = ((column, name) for column in columns for name in self._layers[column])
+        self._seen: dict[tuple[str, str], list[torch.Tensor]] = {key: [] for key in keys}
         self._num_passes = 0
 
     def _add(self, column: str, name: str, module: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:

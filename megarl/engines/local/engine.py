@@ -27,6 +27,7 @@ from megarl.engines.local.decode import RouteRecorder, decode
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session, prompt_alone
 from megarl.engines.weights import Intake, WeightForm, auto_class, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
+from megarl.files.texts import refusal
 from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20
@@ -80,10 +81,7 @@ class LocalEngine(Engine):
         self._views = checkpoint_views(self._model)
         unknown = [name for name, view in self._views.items() if view.dim() > 1 and not is_known_precision(name)]
         if fp8_rounding and unknown:
-            raise RolloutError(
-                f"rollout.fp8_rounding: {len(unknown)} matrices, such as {unknown[0]}, are neither projections that "
-                "FP8 engines hold in FP8 nor embeddings, heads or router gates; set it to false for this architecture"
-            )
+            raise RolloutError(refusal("unknown_precision", num=len(unknown), first=unknown[0]))
         if fp8_activations:
             hold_in_fp32(self._model, self._views)
             self._views = checkpoint_views(self._model)
@@ -192,7 +190,7 @@ class BatchSession(Session):
 
     def _answer_all(self) -> None:
         self._will_answer = False
-        if not 0 < len(self._waiting) >= len(self._episodes):  # the next waiting or ending episode calls again
+        if not 0 < len(self._waiting) >= len(self.episodes):  # the next waiting or ending episode calls again
             return
         waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
         self._waiting.clear()
@@ -242,10 +240,7 @@ class FP8Products(TorchFunctionMode):
         result = func(*args, **kwargs)
         # More than a view.
         if any(isinstance(output, torch.Tensor) and not self._weight(output) for output in _flat([result])):
-            raise RolloutError(
-                f"rollout.fp8_activations: the model uses {weight} in {getattr(func, '__name__', func)}, expected a "
-                "product as of a linear layer; another experts implementation may help, or set it to false"
-            )
+            raise RolloutError(refusal("use_of_weight", weight=weight, function=getattr(func, "__name__", func)))
         return result
 
     def _weight(self, value: Any) -> str | None:

@@ -11,7 +11,7 @@ of the first. The answer counts retractions (``num_retractions``) and does not s
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from megarl.engines.protocol import SamplingParams, limit_response, prompt_alone
 from megarl.errors import DataError, RolloutError
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.routes.answers import decode_keys, longest_text, routes_from_sglang
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}
@@ -125,37 +126,28 @@ def parse_answer(
         reason = f"the server finished with {meta.finish_reason.type}, expected stop or length"
         raise RolloutError(f"{label}: {fault or reason}")
     output, num_prompt = np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
-    checked, counts, ids = _require_logprobs(logprobs, label), None, None
+    checked, tokens = (
+        _require_logprobs(logprobs, label),
+        np.concatenate([request.prompt_tokens, output], dtype=np.int32),
+    )
+    columns: Any = {"tokens": tokens, "weight_versions": np.full(len(tokens), version, np.int32)}
     if params.has_nucleus:
         checked, counts, ids = _parse_nucleus(meta, output, bounds.vocabulary, label)
-        if params.max_kept_ids is None:
-            counts = ids = None
-        elif len(ids) > params.max_kept_ids:
-            raise too_many_kept(request, len(ids), params.max_kept_ids, len(output))
-    tokens = np.concatenate([request.prompt_tokens, output], dtype=np.int32)
-    experts = mask = keys = None
-    if shape is not None and params.return_indexer_topk:
-        shapes = (len(tokens) - 1, shape.num_layers, bounds.indexer_topk), bounds.indexers
-        keys = decode_keys(meta.indexer_topk, *shapes, label)
+        if params.max_kept_ids is not None:
+            if len(ids) > params.max_kept_ids:
+                raise too_many_kept(request, len(ids), params.max_kept_ids, len(output))
+            columns |= {"kept_counts": np.pad(counts, (num_prompt, 0)), "kept_ids": ids}
     if shape is not None:
         trace = routes_from_sglang(answer, shape, start=request.known_rows, tokens=tokens.tolist(), label=label)
-        experts, mask = trace.experts, trace.row_mask
-    return Rollout(
-        group=request.group,
-        sample=request.sample,
-        tokens=tokens,
-        loss_mask=np.arange(len(tokens)) >= num_prompt,
-        rollout_logprobs=np.pad(checked, (num_prompt, 0)),
-        routed_experts=experts,
-        routed_mask=mask,
-        weight_versions=np.full(len(tokens), version, np.int32),
-        finish_reason=finish,
-        kept_counts=None if counts is None else np.pad(counts, (num_prompt, 0)),
-        kept_ids=ids,
+        columns |= {"routed_experts": trace.experts, "routed_mask": trace.row_mask}
+        if params.return_indexer_topk:
+            shapes = (len(tokens) - 1, shape.num_layers, bounds.indexer_topk), bounds.indexers
+            columns["indexer_topk"] = decode_keys(meta.indexer_topk, *shapes, label)
+    if meta.num_retractions:
         # Every generated token but the last may have been read again: the server read all tokens before a retraction.
-        reread_mask=np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1)) if meta.num_retractions else None,
-        indexer_topk=keys,
-    )
+        columns["reread_mask"] = np.pad(np.ones(len(output) - 1, bool), (num_prompt, 1))
+    columns |= {"loss_mask": np.arange(len(tokens)) >= num_prompt, "rollout_logprobs": np.pad(checked, (num_prompt, 0))}
+    return replace(prompt_alone(request, version), finish_reason=finish, **columns)
 
 
 def longest_answer(request: SampleRequest, shape: MoeShape | None, params: SamplingParams, bounds: Bounds) -> int:
@@ -194,19 +186,12 @@ def _find_faults(
         yield f"it stopped at {finish.matched!r}, its last token is {output[-1]}, expected one of {sorted(ends)}"
     fills_model = len(prompt) + size >= bounds.positions - ROOM_SLACK
     if finish.type == "length" and size < limit and (output[-1] in ends or not fills_model):
-        yield (
-            f"the server says that the response was cut by its limit: it has {size} tokens, expected {limit} (a server "
-            "with less room needs more: --context-length, sglang.max_total_tokens, sglang.mem_fraction)"
-        )
+        yield refusal("response_cut", size=size, limit=limit)
     # Newer servers name the version of each span of output tokens.
     spans = meta.weight_versions or [_Span(start=0, end=size, version=str(meta.weight_version))]
     starts, ends_of_spans = [span.start for span in spans], [span.end for span in spans]
     if {str(span.version) for span in spans} != {str(version)} or [*starts, size] != [0, *ends_of_spans]:
-        yield (
-            f"made with weight versions {[*map(str, spans)]}, expected {version} for all {size} tokens: somebody else "
-            "updates or pauses the server; give it a key that only this run knows (sglang.api_key_env), and set "
-            "rollout.max_staleness for responses that go on under new weights"
-        )
+        yield refusal("versions_of_spans", found=[*map(str, spans)], version=version, size=size)
 
 
 def _find_ends(params: SamplingParams, bounds: Bounds) -> set[int]:
@@ -226,11 +211,8 @@ def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
     logprobs = np.array([np.nan if value is None else value for value in values], np.float64)
     wrong = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))  # NaN is in no range
     if wrong.any():
-        token = int(wrong.argmax())
-        raise RolloutError(
-            f"{label}: the log-probability of response token {token} is {logprobs[token]:.9g}, expected "
-            f"{LEAST_LOGPROB:g} to 0"
-        )
+        facts = {"token": (token := int(wrong.argmax())), "value": logprobs[token], "least": LEAST_LOGPROB}
+        raise RolloutError(refusal("sampled_logprob", label=label, **facts))
     return np.minimum(logprobs, 0.0).astype(np.float32)
 
 
@@ -238,10 +220,7 @@ def _parse_nucleus(meta: _Meta, output: np.ndarray, vocabulary: int, label: str)
     """Return float32 [output], log-probabilities within the nucleus; sizes of the nuclei; their ids, ascending."""
     sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if sets is None or logprobs is None or {len(sets), len(logprobs)} != {len(output)}:
-        raise RolloutError(
-            f"{label}: the answer does not say which ids each of {len(output)} tokens was drawn from, which top_p "
-            "below 1 needs: take SGLang 0.5.20 or later, or set rollout.top_p = 1"
-        )
+        raise RolloutError(refusal("answer_without_sets", label=label, num=len(output)))
     counts = np.fromiter(map(len, sets), np.int32)
     owner, ids = np.repeat(np.arange(len(output)), counts), np.fromiter(chain.from_iterable(sets), np.int32)
     if ids.max(initial=0) >= vocabulary:

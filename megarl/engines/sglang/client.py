@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -27,8 +28,9 @@ from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, OnFinish, Session, prompt_alone, run_session
 from megarl.engines.sglang.http import is_ready
-from megarl.errors import DataError, RequestError, RolloutError, TraceError
+from megarl.errors import DataError, RequestError, RolloutError, TraceError, reworded
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
+from megarl.files.texts import refusal
 
 KEEP_CONNECTION_S = 3.0
 """SGLang closes a connection after five idle seconds, even while a request is on its way."""
@@ -47,10 +49,6 @@ PAUSE_S = 15.0
 """Longest wait for the answer to a request that is to end; then the tokens so far are lost."""
 STOP_AGAIN_S = 0.5
 """Time between two calls to end a request: a server ignores a call that overtakes its request."""
-REREAD = (
-    "lower sglang.concurrency, raise sglang.max_total_tokens or sglang.mem_fraction, or let rollout.reread be replay "
-    "or drop"
-)
 BACKOFF_S = 0.5
 """Wait before a request is sent again; doubles with each attempt."""
 MAX_WAIT_S = 30.0
@@ -177,7 +175,7 @@ class _RequestSession(Session):
     async def run_episodes(self, begin: Begin) -> None:
         async with self.closing, self._tasks:
             begin(self)
-            if self._episodes:
+            if self.episodes:
                 self._helpers += [self._tasks.create_task(work) for work in (self._tick(), self._open())]
         duration = max(self._sent_at, default=0.0) - min(self._sent_at, default=0.0)
         slots = sum(server.most_busy for server in self._servers)
@@ -201,9 +199,8 @@ class _RequestSession(Session):
         while not job.answer.done() and (remaining_s := until - asyncio.get_running_loop().time()) > 0:
             with suppress(aiohttp.ClientError, TimeoutError):
                 async with asyncio.timeout(remaining_s):
-                    await (
-                        await self._http.post(f"{url}/abort_request", json={"rid": rid}, allow_redirects=False)
-                    ).read()
+                    told = await self._http.post(f"{url}/abort_request", json={"rid": rid}, allow_redirects=False)
+                    await told.read()
             await asyncio.wait([job.answer], timeout=min(remaining_s, STOP_AGAIN_S))
         if not job.answer.done():
             self._lose_part(job, f"{url}: no answer within {PAUSE_S} s to a request that was to end")
@@ -254,7 +251,7 @@ class _RequestSession(Session):
             raise
 
     def _after_episode(self) -> None:
-        if not self._episodes:
+        if not self.episodes:
             for task in self._helpers:
                 task.cancel()
 
@@ -289,20 +286,16 @@ class _RequestSession(Session):
         """Send a request; set the answer, or queue the request again."""
         try:
             rollout = await self._ask(server, job)
-        except (AwayError, RetryError, TimeoutError) as failure:
+        except (AwayError, RetryError) as failure:
             if self._is_paused:
                 self._lose_part(job, str(failure))
                 return
-            if not isinstance(failure, AwayError):
-                late = RetryError(f"{server.url}: no answer within {self._settings.deadline_s} s")
-                await self._repeat(server, job, late if isinstance(failure, TimeoutError) else failure)
+            if isinstance(failure, RetryError):
+                await self._repeat(server, job, failure)
                 return
             job.losses += 1
             if job.losses >= LOSSES:
-                raise RolloutError(
-                    f"{job.request.label}: lost {job.losses} times with its connection, the last: {failure}; if this "
-                    "request ends the server, its log says why"
-                ) from failure
+                raise RolloutError(refusal("request_lost", job=job, failure=failure)) from failure
             server.queue.appendleft(job)
             self._lose(server, failure)
         else:
@@ -312,23 +305,21 @@ class _RequestSession(Session):
                 self._call.on_finish(1)
 
     async def _ask(self, server: _Server, job: _Job) -> Rollout:
-        """Send an attempt and check the answer; AwayError, RetryError or TimeoutError if the next may succeed."""
-        clock, rid = asyncio.get_running_loop().time, uuid.uuid4().hex
+        """Send an attempt and check the answer; AwayError or RetryError if the next may succeed."""
+        clock, rid, deadline_s = asyncio.get_running_loop().time, uuid.uuid4().hex, self._settings.deadline_s
         job.rid, start = rid, clock()
         try:
-            async with asyncio.timeout(self._settings.deadline_s):
-                answer = await self._post(server.url, self._call.body(job.request) | {"rid": rid}, job.request)
+            with reworded(TimeoutError, RetryError, f"{server.url}: no answer within {deadline_s} s"):
+                async with asyncio.timeout(deadline_s):
+                    answer = await self._post(server.url, self._call.body(job.request) | {"rid": rid}, job.request)
         finally:
             job.rid, end = "", clock()
             server.busy_s += end - start
             self._sent_at = [min([start, *self._sent_at]), end]
-        try:
+        with reworded((RolloutError, TraceError), partial(RetryError, event=WRONG), f"{server.url}: "):
             rollout = self._call.decode(job.request, answer, rid, self._is_paused)
-        except (RolloutError, TraceError) as error:
-            raise RetryError(f"{server.url}: {error}", WRONG) from error
         if self._call.refuses_reread and rollout.reread_mask is not None:
-            message = f"{server.url} ran out of memory, dropped what it had read of the response, and read it again"
-            raise RetryError(message, "retracted_answers", remedy=REREAD)
+            raise RetryError(refusal("answer_reread", url=server.url), "retracted_answers", remedy=refusal("memory"))
         return rollout
 
     async def _repeat(self, server: _Server, job: _Job, failure: RetryError) -> None:

@@ -23,6 +23,7 @@ from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.files.hf_config import MoeShape
+from megarl.files.texts import refusal
 from megarl.models.shapes import find_indexers
 
 
@@ -56,10 +57,7 @@ class SGLangEngine(Engine):
         self._client = SGLangClient(urls, settings, authorization(api_key) | make_header(self._shape), tell)
         all_sparse = config.get("model_type") in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe")
         if all_sparse and self._shape.dense_layers:
-            raise ConfigError(
-                f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "
-                'have them in all layers (no mlp_only_layers); set rollout.engine = "local", or take another model'
-            )
+            raise ConfigError(refusal("sparse_qwen", layers=self._shape.moe_layers, num=self._shape.num_layers))
         ends = config.get("eos_token_id")
         self._bounds = Bounds(
             int(config.get("vocab_size") or 1 << 31),

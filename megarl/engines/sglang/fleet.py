@@ -24,6 +24,7 @@ from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, in_thread
 from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
 from megarl.errors import ConfigError, MegarlError, WeightSyncError
+from megarl.files.texts import refusal
 
 YIELD_S = 5.0
 """How long an update waits for a keeper that sends a bucket of the copy; then the update continues without the
@@ -133,12 +134,7 @@ class Fleet(FleetState):
 
         def ask(member: Member) -> None:
             if names := find_changes(member.sender.checksums(), expected):
-                self.tell(
-                    f"{member.url} does not compute with the weights that it was sent: {len(names)} checksums are "
-                    f"others, the first of {names[0]}. Somebody else has changed them: what it has sampled since is "
-                    "dropped, and it gets the weights again. Give the servers an API key that only this run knows "
-                    "(sglang.api_key_env)"
-                )
+                self.tell(refusal("weights_of_others", url=member.url, num=len(names), first=names[0]))
                 changed.append(member)
 
         with self._take(lambda member: member.ready and member.holds is last is not None):
@@ -242,10 +238,7 @@ class Fleet(FleetState):
         before, self._compared = self._compared, (total, first)
         if before is not None and before[0] != total and before[1] == first:
             self._compared = before  # for the next attempt
-            raise WeightSyncError(
-                f"{present[0].url} confirmed the update to weights {version} and did not make it: other weights were "
-                "sent, but all its checksums are as before. Look at its log"
-            )
+            raise WeightSyncError(refusal("update_not_made", url=present[0].url, version=version))
         return first
 
     # The servers in an operation: an update, a proof, or a rest
@@ -285,6 +278,6 @@ class Fleet(FleetState):
                 self.present.remove(member)
                 member.leave_update(error)
         for member in self.present:
-            if member in steps and (refusal := steps[member].exception()) is not None:
-                raise refusal
+            if member in steps and (fault := steps[member].exception()) is not None:
+                raise fault
         return [member for member in steps if member in self.present]

@@ -26,6 +26,7 @@ from megarl.engines.sglang.transports.sender import Checksums, GoneError, Weight
 from megarl.engines.sglang.versions import check_server
 from megarl.engines.weights import Bucket
 from megarl.errors import RolloutError, WeightSyncError
+from megarl.files.texts import refusal
 
 FRESH = "default"
 """SGLang's name for the weights of a server without an update."""
@@ -126,10 +127,7 @@ class Member:
     def compare_checksums(self, checksums: Checksums, expected: Checksums) -> None:
         """WeightSyncError unless the checksums equal the expected checksums."""
         if names := find_changes(checksums, expected):
-            raise WeightSyncError(
-                f"{self.url} holds other weights than the first server after one update: {len(names)} checksums "
-                f"differ, the first of {names[:1]}"
-            )
+            raise WeightSyncError(refusal("checksums_differ", url=self.url, num=len(names), first=names[:1]))
 
     def settle(self, update: Update) -> None:
         """Note that the server has an update."""
@@ -178,10 +176,7 @@ class Member:
         is_unknown = self.sender.takes_deltas is None
         self.sender.begin()
         if is_unknown and not self.sender.takes_deltas:
-            self.fleet.tell(
-                f"warning: {self.url} gets whole updates in spite of sglang.deltas, which needs SGLang 0.5.21 or later "
-                "with megarl's plugin (docs/sglang.md), which SGLANG_PLUGINS must not leave out"
-            )
+            self.fleet.tell(refusal("no_deltas", url=self.url))
 
     def find_version(self) -> str | None:
         """Return the server's name for its weights, empty if unknown; None without an answer."""

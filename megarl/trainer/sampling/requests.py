@@ -15,6 +15,7 @@ from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import RolloutError
+from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.run.progress import Advance
 
@@ -42,9 +43,9 @@ def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> 
     rollout = config.rollout
     max_kept_ids = rollout.max_kept_ids if rollout.keeps_sets else None
     limits = rollout.max_response_tokens, stop_tokens
-    params = SamplingParams(rollout.temperature, rollout.top_p, *limits, routes, max_kept_ids)
     gates, keys = routes and config.train.replay_gates, routes and config.train.replay_indexer
-    return replace(params, return_gate_weights=gates, return_indexer_topk=keys)
+    extra = {"return_gate_weights": gates, "return_indexer_topk": keys}
+    return SamplingParams(rollout.temperature, rollout.top_p, *limits, routes, max_kept_ids, **extra)
 
 
 def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
@@ -68,10 +69,7 @@ def require_weights(engine: Engine) -> None:
     """RolloutError if a third party has changed the engine's weights on any rank; a collective call."""
     changed = distributed.run_together("the proof of the engine's weights", engine.prove_weights)
     if distributed.largest(int(changed)):
-        raise RolloutError(
-            "somebody else has changed the weights of a server, so its responses are dropped: the lines above name the "
-            "server; give it an API key that only this run knows (sglang.api_key_env), and start again"
-        )
+        raise RolloutError(refusal("server_changed"))
 
 
 class BackgroundSampling:

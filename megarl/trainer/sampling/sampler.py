@@ -20,6 +20,7 @@ from megarl.data.prompts import Prompt, PromptOrder
 from megarl.engines.player import Asker, Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
 from megarl.errors import CheckpointError, MegarlError
+from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
@@ -96,10 +97,7 @@ class Sampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; CheckpointError for the state of an earlier megarl, or of another rule."""
         if "position" not in state or not self.state_dict()["estimates"].keys() <= state["estimates"].keys():
-            raise CheckpointError(
-                "the checkpoint's state of the sampler is of an earlier megarl, or of another sampling.rule; set "
-                "sampling.rule as it was, or begin a new run"
-            )
+            raise CheckpointError(refusal("state_of_sampler"))
         self._position = int(state["position"])
         if self._allocator is not None:
             self._allocator.load_state_dict(state["estimates"])
@@ -115,9 +113,7 @@ class Sampler:
         """
         assert self._ahead is None, "only one step may be under way"
         assigned = self._assign(step)
-        draw, params = self._make_step_draw(assigned), self._params(step)
-        background = requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
-        self._ahead = replace(assigned, background=background)
+        self._ahead = replace(assigned, background=self._begin(self._make_step_draw(assigned), step))
 
     def settle(self) -> None:
         """Wait until the engine may get new weights, and have the engine prove the weights of the responses; a
@@ -188,9 +184,11 @@ class Sampler:
         """Have the servers go on with the responses of later steps during training, until ``settle``."""
         assert self._untrained is not None
         drawn = self._make_window_draw(self._untrained, step, ends=False)
+        self._under_way = drawn, self._begin(drawn, step)
+
+    def _begin(self, draw: Draw, step: int) -> requests.BackgroundSampling:
         params = self._params(step)
-        background = requests.BackgroundSampling(lambda on_finish: drawn.run(self.engine, params, on_finish))
-        self._under_way = drawn, background
+        return requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
 
     def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step

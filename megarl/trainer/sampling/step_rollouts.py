@@ -24,6 +24,7 @@ from megarl.core.types import Rollout
 from megarl.engines.player import Failure, Sample
 from megarl.engines.protocol import Engine
 from megarl.errors import RewardError, RolloutError
+from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling.assignment import Assignment, Key
@@ -157,12 +158,9 @@ def select(assignment: Assignment, table: SampleTable, step: int) -> Selection:
     table.require_rewards(f"step {step + 1}")
     selection = assignment.select(table.rewards())
     if not len(selection.prompts):
-        unjudged = table.describe_unjudged()
-        raise table.error_type(
-            f"step {step + 1}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
-            "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
-            + (f"; {unjudged}" if unjudged else "")
-        )
+        unjudged = f"; {told}" if (told := table.describe_unjudged()) else ""
+        num = selection.drawn.shape[1]
+        raise table.error_type(refusal("rewards_equal", step=step + 1, num=num, unjudged=unjudged))
     return selection
 
 
