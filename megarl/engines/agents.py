@@ -15,10 +15,8 @@ sampled whole, so that a stream has the answer in one piece.
 import asyncio
 import json
 import secrets
-import tomllib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +31,7 @@ from megarl.engines.protocol import Session
 from megarl.engines.tools.environment import Hermes
 from megarl.errors import DataError, describe
 from megarl.files.foreign_json import parse_json
+from megarl.files.texts import read_table, refusal
 from megarl.routes.turns import cut
 
 MOST_BYTES = 32 << 20
@@ -40,7 +39,7 @@ MOST_BYTES = 32 << 20
 CLOSE_S = 1.0
 """Wait for open connections at the end of a session."""
 Json = dict[str, Any]
-_VALUES: Json = tomllib.loads(Path(__file__).with_name("agents.toml").read_text("utf-8"))
+_VALUES: Json = read_table(__file__)
 
 
 class NoRoomError(DataError):
@@ -214,8 +213,7 @@ class ForeignAgent(Agent):
                 for answer in episode.answers:
                     answer.cancel()
         except TimeoutError as error:
-            late = f"no request in {limits.step_s:g} s, or no end in {limits.episode_s:g} s"
-            raise EpisodeError(f"the agent is late: {late}") from error
+            raise EpisodeError(refusal("agent_is_late", limits=limits)) from error
         except ExceptionGroup as several:
             if not (episode.is_full and isinstance(several.exceptions[0], EpisodeError)):
                 raise several.exceptions[0] from None

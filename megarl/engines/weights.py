@@ -104,13 +104,11 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     for name, view in views.items():
         if view.untyped_storage().data_ptr() not in storages:
-            layout = f"{type(model).__name__} stores {name} in another layout than its checkpoint"
-            raise WeightSyncError(f"{layout}, which cannot be updated in place: it needs an engine of its own")
+            raise WeightSyncError(refusal("layout_of_tensor", kind=type(model).__name__, name=name))
     covered, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
     if covered != expected:
-        raise WeightSyncError(
-            refusal("names_of_checkpoint", kind=type(model).__name__, covered=covered, expected=expected)
-        )
+        facts = {"kind": type(model).__name__, "covered": covered, "expected": expected}
+        raise WeightSyncError(refusal("names_of_checkpoint", **facts))
     turned = {name: view.transpose(1, 2) for name, view in views.items() if is_turned(kind, name, view.shape, hidden)}
     names = {name: hf_name(kind, name) if model.config.model_type != kind else name for name in views}
     return {names[name]: turned.get(name, view) for name, view in views.items() if not is_beside_text(kind, name)}
@@ -319,7 +317,6 @@ class Intake:
                 raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
             yield name, tensor
         if outstanding:
-            num, examples = len(outstanding), ", ".join(sorted(outstanding)[:3])
-            raise WeightSyncError(
-                refusal("weights_missing", num=num, total=len(self.shapes), version=self.version, examples=examples)
-            )
+            num, total, examples = len(outstanding), len(self.shapes), ", ".join(sorted(outstanding)[:3])
+            facts = {"num": num, "total": total, "version": self.version, "examples": examples}
+            raise WeightSyncError(refusal("weights_missing", **facts))

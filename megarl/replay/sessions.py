@@ -191,8 +191,7 @@ class Session:
             if used != len(self._routes):
                 raise ReplayError(refusal("passes_of_layer", hook=hook, used=used, num=len(self._routes)))
             if get_ident() in hook.gates:
-                reason = "its own gate weights were used, because it does not call TopKRouter.routing; give no gates"
-                raise ReplayError(f"layer {hook.layer}: the router asked for experts, but {reason}")
+                raise ReplayError(refusal("gates_of_router", hook=hook))
         checks = DeviceChecks() if self._checks is None else self._checks
         recording.compared_tokens = check_tokens(self._routes, self.tokens, checks)
         if self._checks is None:

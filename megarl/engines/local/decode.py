@@ -30,13 +30,15 @@ from megarl.files.texts import refusal
 from megarl.routes.trace import narrow_dtype
 
 
-class _Reader:
+class Reader:
     """Feeds tokens to the model and keeps cache, positions and padding of the rows in step."""
 
     def __init__(
         self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache, copied_rows: int
     ) -> None:
-        self._model, self._recorder, self._cache, self._copied_rows = model, recorder, cache, copied_rows
+        """The ``cache`` is empty. A ``recorder`` must be recording; None: no experts. Up to ``copied_rows`` tokens of a
+        pass get copies of their experts' weights; 0: the model's implementation stays."""
+        self._model, self.recorder, self._cache, self._copied_rows = model, recorder, cache, copied_rows
         self._mask: torch.Tensor | None = None
         self._positions = torch.empty(0)
 
@@ -71,32 +73,26 @@ class _Reader:
                 model.set_experts_implementation(experts)
         state = {"attention_mask": self._mask, "position_ids": positions, "past_key_values": self._cache}
         output = model(input_ids=ids, **state, use_cache=True, logits_to_keep=1)
-        if self._recorder is not None:
-            self._recorder.end_pass(ids.numel())
+        if self.recorder is not None:
+            self.recorder.end_pass(ids.numel())
         return output.logits[:, -1]
 
 
 @torch.inference_mode()
 def decode(
-    model: PreTrainedModel,
-    recorder: RouteRecorder | None,
+    reader: Reader,
     requests: Sequence[SampleRequest],
     params: SamplingParams,
     limits: np.ndarray,
     version: int,
     on_finish: OnFinish,
-    cache: DynamicCache,
-    copied_rows: int = 0,
 ) -> list[Rollout]:
     """Sample one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
     With ``params.segment_tokens``, the batch ends after this number of steps, or a multiple, if a row has finished; the
-    finish_reason of unfinished rows is "pause".
-
-    A ``recorder`` must be recording; None: no experts. The ``cache`` is empty. The requests have been checked. Up to
-    ``copied_rows`` tokens of a pass get copies of their experts' weights; 0: the model's implementation stays.
+    finish_reason of unfinished rows is "pause". The ``reader`` is new. The requests have been checked.
     """
-    reader = _Reader(model, recorder, cache, copied_rows)
+    recorder = reader.recorder
     prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
     ids, mask = _pad_left(prompts)
     logits = reader.read_prompts(ids, mask)

@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
 from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines import protocol
-from megarl.engines.local.decode import RouteRecorder, decode
+from megarl.engines.local.decode import Reader, RouteRecorder, decode
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session, prompt_alone
 from megarl.engines.weights import Intake, WeightForm, auto_class, checkpoint_views
 from megarl.errors import RolloutError, WeightSyncError
@@ -138,8 +138,8 @@ class LocalEngine(Engine):
             for start in range(0, len(requests), self._max_batch_size):  # refuses a generator, as ``sample_each``
                 indices = order[start : start + self._max_batch_size]
                 batch, cache = [requests[i] for i in indices.tolist()], self._cache(config=self._model.config)
-                inputs = self._model, recorder, batch, params, limits[indices], self.weight_version, on_finish, cache
-                rollouts += decode(*inputs, self._copied_rows)
+                reader = Reader(self._model, recorder, cache, self._copied_rows)
+                rollouts += decode(reader, batch, params, limits[indices], self.weight_version, on_finish)
         return [rollouts[i] for i in np.argsort(order).tolist()]
 
     def close(self) -> None:

@@ -126,10 +126,8 @@ def parse_answer(
         reason = f"the server finished with {meta.finish_reason.type}, expected stop or length"
         raise RolloutError(f"{label}: {fault or reason}")
     output, num_prompt = np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
-    checked, tokens = (
-        _require_logprobs(logprobs, label),
-        np.concatenate([request.prompt_tokens, output], dtype=np.int32),
-    )
+    checked = _require_logprobs(logprobs, label)
+    tokens = np.concatenate([request.prompt_tokens, output], dtype=np.int32)
     columns: Any = {"tokens": tokens, "weight_versions": np.full(len(tokens), version, np.int32)}
     if params.has_nucleus:
         checked, counts, ids = _parse_nucleus(meta, output, bounds.vocabulary, label)

@@ -26,6 +26,11 @@ from megarl.files.hf_config import MoeShape
 from megarl.files.texts import refusal
 from megarl.models.shapes import find_indexers
 
+_UNCHANGED = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters with which the distribution is the model's."""
+_ALWAYS = {"return_logprob": True, "logprob_start_len": -1, "return_prompt_token_ids": True, "stream": False}
+"""Of every request."""
+
 
 class SGLangEngine(Engine):
     """Samples with the servers at ``urls``.
@@ -105,8 +110,7 @@ class SGLangEngine(Engine):
         The update waits for every rank, because an update aborts all running requests. WeightSyncError on all ranks if
         a rank still samples in another thread.
         """
-        busy = "responses are being sampled: wait for generate to return before the weights change"
-        self._agree(WeightSyncError(busy) if self._sampling else None)
+        self._agree(WeightSyncError(refusal("sampling_goes_on")) if self._sampling else None)
         self._complete = False
         outstanding, sender = iter(tensors), self._fleet or self._helper
         failure = self._try(lambda: sender and sender.update(outstanding, version, self._form))
@@ -147,23 +151,17 @@ class SGLangEngine(Engine):
                 "top_p": params.top_p if params.has_nucleus else 1.0,
                 # SGLang returns ids of a top_p below 1 with a top_k only.
                 "top_k": min(MOST_DRAWN_FROM, self._bounds.vocabulary) if params.has_nucleus else -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
+                **_UNCHANGED,
                 "max_new_tokens": limit,
                 "stop_token_ids": list(params.stop_token_ids),
                 "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos, too
                 "skip_special_tokens": False,
             },
-            "return_logprob": True,
-            "logprob_start_len": -1,
+            **_ALWAYS,
             "return_sampling_mask": params.has_nucleus,
-            "return_prompt_token_ids": True,
             "return_routed_experts": params.return_routed_experts,
             "routed_experts_start_len": request.known_rows,
             **({"return_indexer_topk": True} if params.return_indexer_topk else {}),
-            "stream": False,
         }
 
 

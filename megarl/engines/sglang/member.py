@@ -143,9 +143,7 @@ class Member:
         Kills the process, and releases the lock.
         """
         state = "has gone" if isinstance(error, GoneError) else "hangs"
-        self.fleet.tell(
-            f"{self.url} {state} in a weight update, which goes on without it ({error}); it gets the weights later"
-        )
+        self.fleet.tell(refusal("left_update", url=self.url, state=state, error=error))
         self.leave()
         in_thread(self._let_go)
 

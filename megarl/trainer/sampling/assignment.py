@@ -22,6 +22,7 @@ from megarl.core.packing import partition_into
 from megarl.core.sampling.collector import Collector, FixedSamples, Key, Selection
 from megarl.engines.player import Asker
 from megarl.errors import ConfigError
+from megarl.files.texts import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,7 @@ def split_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int
     per_mini, remainder = divmod(num_sequences, mini_batches)
     share, uneven = divmod(per_mini, ranks)
     if remainder or uneven:
-        raise ConfigError(
-            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal parts"
-        )
+        raise ConfigError(refusal("responses_of_step", num=num_sequences, mini_batches=mini_batches, ranks=ranks))
     return [list(range(n * per_mini + rank * share, n * per_mini + (rank + 1) * share)) for n in range(mini_batches)]
 
 
