@@ -145,8 +145,8 @@ def test_other_settings_in_the_folder_of_a_run_are_refused(world: World, tmp_pat
         train(world.settings(run__dir=folder, checkpoint__resume=False))
     distributed.shutdown()
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == saved
-    # How often to save or evaluate may change.
-    train(world.settings(run__dir=folder, checkpoint__every=2, checkpoint__keep=1))
+    # How often to save or evaluate may change, and the staleness, as docs/partial_rollouts.md says.
+    train(world.settings(run__dir=folder, checkpoint__every=2, checkpoint__keep=1, rollout__max_staleness=1))
 
 
 RULES: dict[str, dict[str, Any]] = {
