@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ def test_what_engines_are_asked_for(world: World) -> None:
     asked = train_params(config, (), routes=True)
     assert (asked.segment_tokens, asked.return_gate_weights, asked.return_indexer_topk) == (None, True, False)
     assert not train_params(config, (), routes=False).return_gate_weights
+
+
+def test_keys_of_replay_ask_for_their_columns(world: World) -> None:
+    """With routes only; and for nothing else."""
+    names = {"replay_gates": "return_gate_weights", "replay_indexer": "return_indexer_topk"}
+    for key, name in names.items():
+        config = parse(world.table(), {"train.replay": "r3", f"train.{key}": True})
+        plain = train_params(parse(world.table(), {"train.replay": "r3"}), (), routes=True)
+        assert train_params(config, (), routes=True) == replace(plain, **{name: True})
+        assert train_params(config, (), routes=False) == replace(plain, return_routed_experts=False)
 
 
 @pytest.mark.multirank

@@ -18,7 +18,10 @@ STEPS = 5
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "k3": (1, {"rollout__max_staleness": 3}),
     "dp2": (2, {"rollout__max_staleness": 2, "rollout__window": 0.5}),
-    "strict": (2, {"rollout__max_staleness": 1, "rollout__window": 0.0, "parallel__tp": 2}),
+    "strict": (
+        2,
+        {"rollout__max_staleness": 1, "rollout__window": 0.0, "parallel__tp": 2, "train__replay_gates": True},
+    ),
     "serving": (
         1,
         {"rollout__max_staleness": 2, "rollout__engine": "own_parts:serving", "rollout__fp8_rounding": False},

@@ -40,12 +40,11 @@ def make_requests(
 
 def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> SamplingParams:
     """Return the parameters of training responses, with or without routes."""
-    rollout = config.rollout
+    rollout, train = config.rollout, config.train
+    limits = rollout.temperature, rollout.top_p, rollout.max_response_tokens, stop_tokens
     max_kept_ids = rollout.max_kept_ids if rollout.keeps_sets else None
-    limits = rollout.max_response_tokens, stop_tokens
-    gates, keys = routes and config.train.replay_gates, routes and config.train.replay_indexer
-    extra = {"return_gate_weights": gates, "return_indexer_topk": keys}
-    return SamplingParams(rollout.temperature, rollout.top_p, *limits, routes, max_kept_ids, **extra)
+    gates, keys = routes and train.replay_gates, routes and train.replay_indexer
+    return SamplingParams(*limits, routes, max_kept_ids, return_gate_weights=gates, return_indexer_topk=keys)
 
 
 def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
