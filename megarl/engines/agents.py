@@ -131,9 +131,8 @@ class Conversation:
         called = [] if any(call.error for call in calls) else [[call.tool, call.arguments] for call in calls]
         content = Hermes.remove_calls(content) if called else content
         # The template writes the end token.
-        num_ends = int(is_whole and generated[-1] in self.player.tokenizer.all_special_ids)
-        names = (name := _name(content, called)), (len(body["messages"]), name)
-        self._texts |= dict.fromkeys(names, decode(generated[: len(generated) - num_ends]))
+        raw = decode(generated[: -1 if is_whole and generated[-1] in self.player.tokenizer.all_special_ids else None])
+        self._texts |= dict.fromkeys([name := _name(content, called), (len(body["messages"]), name)], raw)
         parsed = enumerate({"name": name, "arguments": json.dumps(value)} for name, value in called)
         tools = [{"id": f"call_{index}_{i}", "index": i, "type": "function", "function": f} for i, f in parsed]
         message = {"role": "assistant", "content": content} | ({"tool_calls": tools} if tools else {})
