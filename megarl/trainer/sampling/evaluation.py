@@ -263,7 +263,7 @@ def make_environment(config: EnvironmentConfig, chat: ChatTemplate | None = None
         parameters = ", ".join(["*", *config.options, "prompt", "base_url", "api_key", "seed"])
         check_function("environment.function", config.function, factory, parameters)
         if chat is None:
-            raise ConfigError("environment.function: found an agent, but the tokenizer has no chat template")
+            raise ConfigError(refusal("agent_without_template"))
         return ForeignAgent(factory, config.options, chat)
     environment = call_own("environment.function", factory, **config.options)
     if not callable(getattr(environment, "begin", None)):
