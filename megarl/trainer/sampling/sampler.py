@@ -206,6 +206,8 @@ class Sampler:
         """
         metrics_of: dict[str, dict[str, float]] = {}
         unjudged: list[str] = []
+        counts: Any = getattr(self.engine, "answer_counts", {})
+        of_training = dict(counts)
         for name, benchmark in self.benchmarks.items():
             number, stop_tokens = self.config.eval.samples, self._stop_tokens
             samples = draw(self.config, self.engine, benchmark, number, stop_tokens, self.on_finish)
@@ -213,6 +215,9 @@ class Sampler:
             metrics_of[name] = score_table(table, benchmark)
             if note := table.describe_unjudged():
                 unjudged.append(f"{name}: {note}")
+        if counts:  # the next step counts the answers of training alone
+            counts.clear()
+            counts.update(of_training)
         num_prompts = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
         return pool(metrics_of, num_prompts), "; ".join(unjudged) or None
 
