@@ -97,7 +97,7 @@ class HFCheckpoint:
         return shape_of_weight(shape, codes.get_dtype()) if name in self._codes else shape
 
     def _is_turned(self, name: str, shape: tuple[int, ...]) -> bool:
-        with reworded(DataError, CheckpointError, f"{self._files[name]}: "):
+        with reworded(DataError, CheckpointError, f"{self._files.get(name, self.path)}: "):  # codes have other names
             return hf_config.is_turned(self._kind, name, shape, self._config.get("hidden_size", 0))
 
     def dtype(self, name: str) -> torch.dtype:

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from agent_worlds import answer_of, plain_http, play_agents
+from agent_worlds import MARKED, answer_of, chat_tokenizer, plain_http, play_agents
 from episode_worlds import (
     Script,
     check_joined,
@@ -123,7 +123,8 @@ def test_an_agent_gets_what_one_pass_over_the_text_says(served: Served) -> None:
 
     requests = make_requests(4)
     limits = replace(LIMITS, response_tokens=100)
-    for result in play_agents(served.engine, requests, agent, limits, SOME_STOPS):
+    tokenizer = chat_tokenizer(MARKED)  # its template writes the end token, with which some answers stop
+    for result in play_agents(served.engine, requests, agent, limits, SOME_STOPS, tokenizer):
         assert result.failure is None
         assert len(result.turn_ends) == 2
         assert result.num_dropped >= 1
