@@ -33,9 +33,11 @@ def is_chosen(key: tuple[int, int]) -> bool:
 def glue(prompt: Rollout, answer: Rollout) -> Rollout:
     """The answer of one request below the prompt of another, all columns with it."""
     cut, begin = prompt.prompt_length, answer.prompt_length
+    columns = "tokens", "loss_mask", "rollout_logprobs", "routed_experts", "weight_versions", "gate_weights"
     joined = {
         name: np.concatenate([getattr(prompt, name)[:cut], getattr(answer, name)[begin:]])
-        for name in ("tokens", "loss_mask", "rollout_logprobs", "routed_experts", "weight_versions")
+        for name in columns
+        if getattr(prompt, name) is not None
     }
     return replace(prompt, **joined, routed_mask=np.arange(len(joined["tokens"])) < len(joined["tokens"]) - 1)
 
