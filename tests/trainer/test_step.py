@@ -173,7 +173,7 @@ def _refused(settings: Config, rollouts: list[Rollout], message: str, kind: type
 
 
 def _corrupted(rollouts: list[Rollout], where: int, **changes: Any) -> list[Rollout]:
-    return [replace(r, **changes) if i == where else r for i, r in enumerate(rollouts)]
+    return [replace(r, **{"gate_weights": None} | changes) if i == where else r for i, r in enumerate(rollouts)]
 
 
 def test_corrupted_traces_are_refused_and_named(world: World) -> None:
@@ -461,7 +461,8 @@ def test_routes_without_a_mask_are_complete(world: World) -> None:
 
 @pytest.mark.parametrize("replay", ["none", "r2"])
 def test_a_lost_trace_ends_a_step_only_if_it_is_to_be_replayed(world: World, replay: str) -> None:
-    lost = [replace(world.rollouts()[0], routed_experts=None, routed_mask=None), *world.rollouts()[1:]]
+    bare = {"routed_experts": None, "routed_mask": None, "gate_weights": None}
+    lost = [replace(world.rollouts()[0], **bare), *world.rollouts()[1:]]
     settings = world.settings(train__replay=replay, train__mini_batches=1)
     found, whole = step_on(settings, lost), step_on(settings, world.rollouts())
     assert found.updates == whole.updates

@@ -82,13 +82,21 @@ def before(
 
 
 def oracle(
-    theta: Path, known: Before, settings: Config, rollouts: Sequence[Rollout], own: slice
+    theta: Path, known: Before, settings: Config, rollouts: Sequence[Rollout], own: slice, old: Path
 ) -> tuple[float, float, float]:
-    """(loss, gradient norm, share of loss tokens that train nothing) of the mini-batch ``own`` of the step."""
+    """(loss, gradient norm, share of loss tokens that train nothing) of the mini-batch ``own`` of the step.
+
+    old: the weights before the first update.
+    """
+    from test_router_drift import expected_drift  # which reads models as this module does
+
     model, mine = model_at(theta), rollouts[own]
     objective = settings.train.resolved_objective
     outputs = [outputs_of(model, r, settings.rollout.temperature) for r in mine]
     logprobs = [row for row, _ in outputs]
+    drift = None
+    if objective.router_shift_floor is not None:
+        drift = [expected_drift(model_at(old), model, r, "none").tolist() for r in mine]
     weights = coefficients(
         objective,
         [row.tolist() for row in logprobs],
@@ -97,6 +105,7 @@ def oracle(
         known.advantages[own],
         [r.loss_mask.tolist() for r in mine],
         ref_logprobs=known.ref[own],
+        router_drift=drift,
     )
     loss = -torch.stack([(torch.tensor(row) * lps).sum() for row, lps in zip(weights, logprobs, strict=True)]).sum()
     if objective.entropy_coef:
@@ -137,7 +146,8 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(world: World, tmp_pat
     objective = settings.train.resolved_objective
     for index in (0, 1):
         known = before(world, settings, rollouts, rewards, theta[index] if objective.kl_at == "theta" else None)
-        loss, norm, dropped = oracle(theta[index], known, settings, rollouts, slice(index * half, (index + 1) * half))
+        own = slice(index * half, (index + 1) * half)
+        loss, norm, dropped = oracle(theta[index], known, settings, rollouts, own, world.model)
         assert found[index]["loss"] == pytest.approx(loss, rel=2e-4, abs=1e-5)
         assert found[index]["grad_norm"] == pytest.approx(norm, rel=2e-4)
         shares = [found[index].get(f"clip/{side}", 0.0) for side in ("high", "low", "negative", "both")]
