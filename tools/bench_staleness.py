@@ -75,7 +75,9 @@ def train_counted(path: Path, overrides: dict[str, Any], counts_file: Path) -> N
     from megarl.trainer.loop import train
 
     counts = {"passes": 0, "rows": 0, "cpu_s": 0.0}
-    forward, converse = decode._Reader._forward, LocalEngine.converse
+    reader_class: Any = decode.Reader
+    engine_class: Any = LocalEngine
+    forward, converse = reader_class._forward, engine_class.converse
 
     def counted_forward(reader: Any, ids: Any, positions: Any) -> Any:
         counts["passes"] += 1
@@ -89,7 +91,7 @@ def train_counted(path: Path, overrides: dict[str, Any], counts_file: Path) -> N
         if not params.return_routed_experts:  # an evaluation
             counts.update(before)
 
-    decode._Reader._forward, LocalEngine.converse = counted_forward, counted_converse
+    reader_class._forward, engine_class.converse = counted_forward, counted_converse
     train(load(path, overrides))
     counts_file.write_text(json.dumps(counts))
 

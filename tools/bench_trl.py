@@ -166,7 +166,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
         for name in ("optimizer_step", "zero_grad"):
             clock.watch(trainer.policy, name, "optimizer")
         clock.watch(trainer.engine._model, "forward", "sampling passes")  # type: ignore[attr-defined]
-        clock.watch(decode._Reader, "select", "sampling passes")  # the cache of responses that go on
+        clock.watch(decode.Reader, "select", "sampling passes")  # the cache of responses that go on
         trainer.run()
 
 

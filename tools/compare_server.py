@@ -104,7 +104,7 @@ def differences(config: Config, rollouts: list[Rollout]) -> Iterator[tuple[np.nd
         with torch.no_grad(), local._arithmetic, recorder.recording():
             logits = model(tokens[None], use_cache=False).logits[0]
             recorder.end_pass(len(tokens))
-            experts = recorder.take()
+            experts = recorder.take()["routed_experts"]
         logprobs = sampling_logprobs(logits, config.rollout.temperature, 1.0)[:-1].gather(1, tokens[1:, None])[:, 0]
         own, mask = logprobs.float().cpu().numpy(), rollout.loss_mask[1:]
         rows = np.sort(experts, -1) == np.sort(rollout.routed_experts, -1)

@@ -313,7 +313,7 @@ def _differences(local: Any, rollouts: Sequence[Any]) -> tuple[float, float | No
             logits = local._model(tokens[None], use_cache=False).logits[0]
             if rollout.routed_experts is not None:
                 local._recorder.end_pass(len(tokens))
-                rows = np.sort(local._recorder.take(), -1) == np.sort(rollout.routed_experts, -1)
+                rows = np.sort(local._recorder.take()["routed_experts"], -1) == np.sort(rollout.routed_experts, -1)
                 is_same.append(rows.all(-1)[rollout.routed_mask].ravel())
         logprobs = logits.float().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
         errors.append(np.abs(logprobs - rollout.rollout_logprobs[1:])[rollout.loss_mask[1:]])

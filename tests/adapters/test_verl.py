@@ -202,6 +202,8 @@ def test_rows_that_run_do_so_for_any_split():
         assert whole[batch["response_mask"]].any()
         for split in ((4, 1), (2, 2)):
             torch.testing.assert_close(gradient(config, batch, *split), whole, rtol=1e-10, atol=1e-12)
+    batch = batch_of()
+    batch["advantages"] = batch["advantages"].abs()
     for row in ("geo_rs", "adaptive_power", "m2po"):  # one micro-batch is the whole mini-batch
         assert gradient(config_for(row, f"megarl_{row}"), batch).isfinite().all()
 
