@@ -85,6 +85,7 @@ def policy_loss(
         "no_ref": reads_ref and "ref_log_prob" not in data,
         "kl_twice": reads_ref and config.use_kl_loss and config.kl_loss_coef,
         "topk": objective.needs_topk,
+        "drift": objective.router_shift_floor,
         "beforehand": objective.beforehand and is_part,
         "entropy": objective.entropy_coef,
         "advantage": objective.advantage in _NEEDS_MORE,

@@ -175,6 +175,7 @@ REFUSED = [  # row, settings, columns to leave out or put in, part of the messag
     ("geo_rs", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
     ("adaptive_power", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
     ("m2po", {}, {}, "set actor.ppo_micro_batch_size_per_gpu"),
+    ("rspo", {}, {}, "drift of routers"),
     ("kl_grpo", {}, {}, "choose megarl_grpo"),
     ("kl_grpo_token", {}, {}, "choose megarl_grpo"),
 ]
