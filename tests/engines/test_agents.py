@@ -285,7 +285,7 @@ def test_a_failing_agent_costs_its_episode_alone(engine: LocalEngine, oracle: Or
 
     requests = [request_of(4), request_of(5, 1)]
     good, bad = play_agents(engine, requests, either, replace(LIMITS, turn_tokens=4, **limits), SOME_STOPS)
-    if not {"turns", "episode_s"} & {*limits}:  # which hold for both
+    if not {"turns", "step_s", "episode_s"} & {*limits}:  # which hold for both
         assert good.failure is None
     assert str(bad.failure).startswith(str(failure))
     if bad.rollout is not None:
