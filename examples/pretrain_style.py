@@ -39,7 +39,9 @@ def add_megarl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """An ``extra_args_provider``."""
     # StepLoss weighs each micro-batch alone: without a reference, and without facts of the whole mini-batch.
     by_itself = sorted(
-        name for name, row in OBJECTIVES.items() if not (row.needs_ref_logprobs or row.needs_topk or row.beforehand)
+        name
+        for name, row in OBJECTIVES.items()
+        if not (row.needs_ref_logprobs or row.needs_topk or row.router_shift_floor or row.beforehand)
     )
     group = parser.add_argument_group(title="megarl")
     group.add_argument("--routing-replay", choices=("none", "r2", "r3"), default="none")

@@ -43,7 +43,8 @@ def columns_on(device: str) -> TokenColumns:
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
     mask = torch.from_numpy(loss_mask).to(device)
     topk = TopK((mu - 1)[:, None], (theta - 1)[:, None], mask & (mu < 0))
-    return TokenColumns(theta, old, mu, advantages, mask, bounds.to(device), ref, topk)
+    drift = torch.from_numpy(rng.random(size, np.float32) * 0.3).to(device)
+    return TokenColumns(theta, old, mu, advantages, mask, bounds.to(device), ref, topk, router_drift=drift)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
