@@ -4,7 +4,7 @@ Every rank draws the samples of its ``assignment``. Only rewards, a few numbers 
 advantages need whole groups, and groups may span ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -206,7 +206,7 @@ class Sampler:
         """
         metrics_of: dict[str, dict[str, float]] = {}
         unjudged: list[str] = []
-        counts: Any = getattr(self.engine, "answer_counts", {})
+        counts = getattr(self.engine, "answer_counts", {})  # an engine of the user's own need not count
         of_training = dict(counts)
         for name, benchmark in self.benchmarks.items():
             number, stop_tokens = self.config.eval.samples, self._stop_tokens
@@ -215,7 +215,7 @@ class Sampler:
             metrics_of[name] = score_table(table, benchmark)
             if note := table.describe_unjudged():
                 unjudged.append(f"{name}: {note}")
-        if counts:  # the next step counts the answers of training alone
+        if isinstance(counts, MutableMapping):  # the next step counts the answers of training alone
             counts.clear()
             counts.update(of_training)
         num_prompts = [len(benchmark.prompts) for benchmark in self.benchmarks.values()]
