@@ -65,7 +65,7 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(
         old = [logprobs_of(model, r, temperature).tolist() for r in rollouts]
     known = Before(old, old, [[float(a)] * r.num_tokens for r, a in zip(rollouts, rewards, strict=True)])
     for index, theta in enumerate((world.model, tmp_path / "moved")):
-        loss, norm, _ = oracle(theta, known, settings, rollouts, slice(index * half, (index + 1) * half))
+        loss, norm, _ = oracle(theta, known, settings, rollouts, slice(index * half, (index + 1) * half), world.model)
         assert found[index]["loss"] == pytest.approx(loss, rel=2e-4, abs=1e-5)
         assert found[index]["grad_norm"] == pytest.approx(norm, rel=2e-4)
     assert 0.0 <= measured["rollout/k3"] < 1e-9
