@@ -13,8 +13,6 @@ call ``megarl.enable_cpu()`` before Megatron is imported. The lines that it adds
 >>> metrics = reduce_metrics(all_statistics)                               # once per step
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +51,7 @@ class StepLoss:
     @classmethod
     def of(
         cls, objective: Objective | str, loss_masks: Sequence[Tensor], cu_seqlens: Sequence[Tensor] | None = None
-    ) -> StepLoss:
+    ) -> "StepLoss":
         """Count what the loss is divided by; a collective call of the data-parallel ranks, once per optimizer step.
 
         objective: a row of ``OBJECTIVES``, or its name. loss_masks: of each micro-batch of this rank, bool ``[b, s]``,

@@ -6,8 +6,6 @@ row that reads a column which the stack does not give is refused by name, becaus
 be another algorithm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, get_args

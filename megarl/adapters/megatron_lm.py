@@ -11,8 +11,6 @@ MoE layers, on the first rank of every model copy. ``megatron.training`` looks t
 assignment is enough.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial

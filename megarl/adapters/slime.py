@@ -13,8 +13,6 @@ stack's function gives the log-probabilities, so temperature, top-p and parallel
 hook after a step: a watched step is reported, and raises, when the next hook is called.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from argparse import Namespace

@@ -6,8 +6,6 @@ TRL samples, rewards, computes log-probabilities and steps. This file computes w
 whole generation batch, and coefficients whose denominators count the whole optimizer step.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from inspect import signature
 from typing import Any

@@ -10,8 +10,6 @@ Read in verl 0.9.1: ``workers/utils/losses.py``, ``trainer/ppo/core_algos.py``, 
 # verl has an environment of its own: make verl
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar

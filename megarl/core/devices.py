@@ -1,7 +1,5 @@
 """Copies between host and device through pinned memory, and checks that the host reads together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

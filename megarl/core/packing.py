@@ -7,8 +7,6 @@ without a set was drawn from the whole vocabulary, or not drawn at all.
 No random numbers: the same lengths give the same micro-batches on every rank and in every resumed run.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -4,8 +4,6 @@ Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[
 int64 [N+1].
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,7 +108,7 @@ def positions(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return _segment_cumsum(mask.long(), cu_seqlens, reverse=False)
 
 
-def aggregate(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def aggregate(scope: "Scope", values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Aggregate one value per token, such as a log-ratio, over a scope: [T], 0 outside the mask.
 
     With l_k the values of the n masked tokens of a sequence, and t the position among them:
@@ -139,7 +137,7 @@ def aggregate(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) ->
     return torch.where(mask, sums, 0.0).to(values.dtype)
 
 
-def _over_sequences(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _over_sequences(scope: "Scope", values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     if scope == "sequence_max":
         largest = values.new_zeros(cu_seqlens.numel() - 1)
         return largest.scatter_reduce(0, segment_ids(cu_seqlens, values.numel()), values, reduce="amax")
@@ -147,7 +145,7 @@ def _over_sequences(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tens
     return totals / segment_sum(mask, cu_seqlens).clamp(min=1) if scope == "sequence_mean" else totals
 
 
-def ratio_gradient(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def ratio_gradient(scope: "Scope", values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the transpose of ``aggregate`` [T]: from derivatives by aggregated log-ratios to derivatives by tokens.
 
     A token belongs to all later prefixes and all earlier futures, and has the share 1 / n of a mean over n tokens.

@@ -3,8 +3,6 @@
 transformers is imported when prompts are loaded, so that a wrong name is reported at once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +82,7 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     return tuple(replace(benchmark, **changes) for benchmark in benchmarks)
 
 
-def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
+def load(benchmark: Benchmark, tokenizer: "PreTrainedTokenizerBase", config: Config) -> "list[Prompt]":
     """Return the prompts of a benchmark, at most ``eval.max_prompts``. DataError if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 

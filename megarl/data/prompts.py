@@ -4,8 +4,6 @@ Plain text is tokenized with the tokenizer's special tokens. Chat messages, and 
 pass through the tokenizer's chat template, which adds the special tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ columns and routes of all turns line up.
   episode takes longer than ``episode_s``; the engine aborts a turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import numbers
@@ -128,7 +126,7 @@ class Agent:
     """Plays episodes without the player: it asks for turns, as often as it likes."""
 
     async def play(
-        self, player: Player, session: Session, request: SampleRequest, prompt: str, result: EpisodeResult
+        self, player: "Player", session: Session, request: SampleRequest, prompt: str, result: EpisodeResult
     ) -> None:
         """Play an episode, and fill the result turn by turn; errors as in ``Player.play_episode``."""
         raise NotImplementedError

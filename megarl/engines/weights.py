@@ -4,8 +4,6 @@ Every engine takes an update through ``Intake``, which checks the tensors and co
 memory.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

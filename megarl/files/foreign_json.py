@@ -14,8 +14,6 @@ device may never end, and merely opening a device may have an effect. Therefore 
 opened without waiting, and checked again.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat
@@ -51,7 +49,7 @@ def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
         raise DataError(f"{source} holds {fault}") from error
 
 
-def check_types(schema: TypeAdapter[T], value: Any, source: str) -> T:
+def check_types(schema: "TypeAdapter[T]", value: Any, source: str) -> T:
     """Return a value in the form of its schema. DataError if a member has another type."""
     from pydantic_core import ValidationError
 
@@ -69,7 +67,7 @@ def retry_after(headers: Mapping[str, str], most_s: float) -> float:
     return min(float(text), most_s) if text.isdecimal() else 0.0
 
 
-async def read_body(response: aiohttp.ClientResponse, source: str, max_bytes: int) -> bytes:
+async def read_body(response: "aiohttp.ClientResponse", source: str, max_bytes: int) -> bytes:
     """Return the body of an answer in a session with ``auto_decompress=False``; errors as in ``join_body``."""
     chunks, size = list[bytes](), 0
     async for chunk in response.content.iter_any():

@@ -3,8 +3,6 @@
 Without heavy imports, like ``megarl.models.shapes``.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import reprlib
@@ -72,7 +70,7 @@ class HFConfig:
         self.prefix, self._unread = prefix, set(self.values)
 
     @staticmethod
-    def of(hf: Mapping[str, Any]) -> HFConfig:
+    def of(hf: Mapping[str, Any]) -> "HFConfig":
         """Return the config of a model whose type is in ``FAMILIES``."""
         hf = flatten(hf)
         return HFConfig(hf, {"harmless": _TABLES["harmless"]}, COMMON, *reversed(_entries(hf["model_type"])))
@@ -268,7 +266,7 @@ class MoeShape:
         return f"{len(self.moe_layers)} of {self.num_layers} layers have routes{table}"
 
     @staticmethod
-    def of(hf: Mapping[str, Any]) -> MoeShape:
+    def of(hf: Mapping[str, Any]) -> "MoeShape":
         """Read a model's config.json, also of families that the trainer does not build (``LAYER_MAPS``).
 
         The text model within a larger one counts. ConfigError for a family that megarl does not know.
@@ -286,7 +284,7 @@ class MoeShape:
         raise ConfigError(refusal("unknown_moe", kind=kind, kinds=", ".join([*FAMILIES, *LAYER_MAPS])))
 
     @staticmethod
-    def of_megatron(config: Any) -> MoeShape:
+    def of_megatron(config: Any) -> "MoeShape":
         """Read Megatron's ``TransformerConfig``; without experts it has no MoE layers."""
         count, frequency = config.num_layers, config.moe_layer_freq
         is_moe = frequency if isinstance(frequency, list) else [index % frequency == 0 for index in range(count)]

@@ -1,7 +1,5 @@
 """Process groups of a run (torch.distributed and Megatron's parallel state), and small collective calls."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os
@@ -34,7 +32,7 @@ _TWIN = "over gloo"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
-def initialize(config: Config, timeout_s: float | None = None) -> None:
+def initialize(config: "Config", timeout_s: float | None = None) -> None:
     """Join the ranks of torchrun (or run alone), then create and seed Megatron's groups.
 
     ``timeout_s`` is by default ``config.collective_timeout_s``. ConfigError if the layout does not divide the ranks.

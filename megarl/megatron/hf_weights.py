@@ -1,7 +1,5 @@
 """Weights in and out of a sharded Megatron model under their Hugging Face names, by the rules of ``models.names``."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """The policy under training: a Megatron model with its optimizer, learning-rate schedule and routing replay."""
 
-from __future__ import annotations
-
 import enum
 import json
 import math

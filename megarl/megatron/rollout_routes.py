@@ -6,8 +6,6 @@ rank has or wants. Ranks exchange placements and compute the rest. Then each row
 needs nothing of this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,7 +54,7 @@ class Placement:
     """Size and rank."""
 
     @staticmethod
-    def of_micro_batches(micro_batches: Sequence[MicroBatch], layers: Sequence[int]) -> Placement:
+    def of_micro_batches(micro_batches: Sequence[MicroBatch], layers: Sequence[int]) -> "Placement":
         """What this rank's routers see. Sequences have the numbers 0..N-1 of their places in the mini-batch."""
         pieces = []
         for micro in micro_batches:
@@ -65,7 +63,7 @@ class Placement:
         return Placement(tuple(pieces), tuple(layers), tp_position(), cp_position())
 
     @staticmethod
-    def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
+    def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> "Placement":
         """Whole sequences, each token once, as an engine returns them."""
         piece = PackedPiece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
         return Placement((piece,), tuple(layers))

@@ -1,7 +1,5 @@
 """The releases of Megatron-Core that the trainer runs on, and Megatron's errors about settings."""
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping

@@ -11,8 +11,6 @@ Gate weights are replaced behind the router (``replace_gates``), where all norma
 A copy of a hooked model (``copy.deepcopy``, pickle) routes natively: hooks and wrapped methods of a copy are inert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident

@@ -1,7 +1,5 @@
 """Compare routing traces as sets: how often two of them use different experts for the same tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,13 +57,13 @@ class Disagreement:
         return self.flips / self._require_tokens()
 
     @classmethod
-    def of(cls, num_shared: np.ndarray, top_k: int) -> Disagreement:
+    def of(cls, num_shared: np.ndarray, top_k: int) -> "Disagreement":
         """Count from ``shared`` [T, L], the number of experts |A and B| that two traces share per token and layer."""
         differs = np.asfortranarray(num_shared) < top_k  # stored by layer, over whose tokens numpy counts much faster
         flips, tokens_differing = differs.sum(axis=0, dtype=np.int64), int(np.count_nonzero(differs.any(axis=1)))
         return cls(len(num_shared), top_k, flips, int(num_shared.sum()), tokens_differing)
 
-    def stats(self, prefix: str = "router") -> dict[str, Stat]:
+    def stats(self, prefix: str = "router") -> "dict[str, Stat]":
         """Return the same as mergeable metrics: ``router/flip`` ... and ``router/flip/layer_00`` ... by layer."""
         from megarl.core.metrics import Stat  # imports torch, which comparing trace files does not need
 

@@ -3,8 +3,6 @@
 The order of the K experts of a row never matters, because the router computes gate weights from the scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,13 +54,13 @@ class RoutingTrace:
         object.__setattr__(self, "present", mask)
 
     @classmethod
-    def of_rows(cls, rows: np.ndarray, num_experts: int, label: str) -> RoutingTrace:
+    def of_rows(cls, rows: np.ndarray, num_experts: int, label: str) -> "RoutingTrace":
         """Return the trace of an engine's rows, signed integers [T, L, K]: a row of -1 in all layers is missing."""
         missing = (rows == -1).all((1, 2))
         return cls(rows, num_experts, ~missing if missing.any() else None, label)
 
     @classmethod
-    def of_sets(cls, experts: np.ndarray, num_experts: int, present: np.ndarray | None, label: str) -> RoutingTrace:
+    def of_sets(cls, experts: np.ndarray, num_experts: int, present: np.ndarray | None, label: str) -> "RoutingTrace":
         """Return a trace of rows that are known to be sets of experts, in the narrow dtype; nothing is checked.
         experts: [T, L, K]; present: bool [T].
         """

@@ -8,8 +8,6 @@
 Lists in the metadata are JSON. Each encoded trace has a checksum, and is decoded on access.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -131,7 +129,7 @@ class _Metadata(BaseModel):
     names: Json[tuple[StrictStr, ...]]
 
 
-def read_traces(path: str | Path) -> TraceFile:
+def read_traces(path: str | Path) -> "TraceFile":
     """Open a file. Raises TraceError if it is missing, damaged, of another format or a later version."""
     path = Path(path)
 

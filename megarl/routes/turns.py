@@ -6,8 +6,6 @@ processed that token; the row comes from the later turn. Tokens and rows have th
 weights behind them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -103,7 +101,7 @@ def row_versions(rollout: Rollout) -> np.ndarray:
     return rollout.weight_versions if rollout.route_versions is None else rollout.route_versions
 
 
-def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
+def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> "dict[str, Stat]":
     """Return metrics of missing rows, mixed weight versions and staleness.
 
     - ``rollout/missing_rows_fraction``: tokens without a row; only if rollouts have routes.

@@ -10,8 +10,6 @@ on only with the same inputs:
 - ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``: the file of the named module.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What the user sees while a run goes: lines of the first rank. ``megarl status`` shows the phase."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

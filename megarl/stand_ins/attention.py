@@ -4,8 +4,6 @@ Megatron's own ``DotProductAttention`` refuses packed sequences, and its torch n
 tensor parallelism needs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +45,7 @@ class PackedSequences(PackedSeqParams):
     """As ``selected``, of a rollout, with -1 behind the keys of a row; the indexer selects for rows without keys."""
 
     @staticmethod
-    def of(cu_seqlens: Tensor, cp_size: int = 1, device: torch.device | int | str = "cpu") -> PackedSequences:
+    def of(cu_seqlens: Tensor, cp_size: int = 1, device: torch.device | int | str = "cpu") -> "PackedSequences":
         """For whole sequences at ``cu_seqlens`` [N+1]; with ``cp_size`` > 1, of multiples of ``2 cp_size`` tokens.
 
         ``cu_seqlens`` is on the host, so that nothing is read from ``device``, where the model takes the results.

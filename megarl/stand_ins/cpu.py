@@ -15,8 +15,6 @@ Megatron, and nothing at all on a machine with CUDA.
    All groups of a process share one loop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -41,7 +39,7 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def synchronize(self, *_: Any) -> _Stream:
+    def synchronize(self, *_: Any) -> "_Stream":
         return self  # true, which is the answer to ``query``
 
     record = wait = wait_stream = wait_event = query = record_event = synchronize

@@ -6,8 +6,6 @@ it. In Megatron's checkpoints, the norm of the output is zero-centred like all o
 checkpoints name it ``out_norm.plain_weight`` here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

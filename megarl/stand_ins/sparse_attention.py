@@ -5,8 +5,6 @@ Parameters have the names of Megatron's ``DSAIndexer``. Megatron also turns the 
 matrix, which leaves their products unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

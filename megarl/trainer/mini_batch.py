@@ -3,8 +3,6 @@
 Shapes: ``n`` sequences of this rank, ``T`` packed tokens of a micro-batch, ``L`` MoE layers, ``K`` experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self

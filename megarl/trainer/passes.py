@@ -7,8 +7,6 @@ Advantages by token need log-probabilities of policy and reference for whole gro
 exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace

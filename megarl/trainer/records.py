@@ -1,7 +1,5 @@
 """What a run reports: lines, metrics and signs of life; trained samples (samples.jsonl), texts, and routes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

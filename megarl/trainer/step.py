@@ -9,8 +9,6 @@ dropped sequence has no loss token any more, while the denominators stay: it is 
 Shapes: ``N`` sequences, ``T`` packed tokens of a micro-batch, ``L`` MoE layers, ``K`` experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A dispatcher knows no order of the K experts, and bits need less memory than a map of E entries per token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,12 +49,12 @@ class ExpertSets:
     """T."""
 
     @classmethod
-    def of_experts(cls, experts: np.ndarray, num_experts: int, present: np.ndarray) -> ExpertSets:
+    def of_experts(cls, experts: np.ndarray, num_experts: int, present: np.ndarray) -> "ExpertSets":
         """Return all rows of expert numbers [T, L, K]; rows without ``present`` bool [T] are not known."""
         known = np.broadcast_to(present[:, None], experts.shape[:2])
         return cls(bits_of_experts(experts, num_experts), np.arange(len(experts)), known, len(experts))
 
     @classmethod
-    def unknown(cls, num_layers: int) -> ExpertSets:
+    def unknown(cls, num_layers: int) -> "ExpertSets":
         """Return a record without rows."""
         return cls(np.zeros((0, num_layers, 1), np.uint8), np.arange(0), np.zeros((0, num_layers), bool), 0)

@@ -1,7 +1,5 @@
 """Compares used experts with expected ones, and says what is wrong and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -5,8 +5,6 @@ a dispatcher is a recomputation if autograd is running, and else a forward pass.
 micro-batch n. A recomputation repeats the hidden states of its forward pass, and a few of them tell which one it was.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -100,7 +98,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         tp = split_position(self._config)
         return local_rows(self.shape, self.layers, tp, cp_position(), experts, *columns, **masks)
 
-    def __enter__(self) -> RoutingWatch:
+    def __enter__(self) -> "RoutingWatch":
         layers = self._decoder_layers + self._draft_layers if self._on else []
         every = {layer: (list[_Call](), list[_Call]()) for layer in layers}
         with ExitStack() as restore:

@@ -1,7 +1,5 @@
 """Base class of all tables, and the types of values."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -34,11 +32,11 @@ class Table(BaseModel):
         refuse(self.rows())
         return self
 
-    def rows(self) -> Iterable[Row]:
+    def rows(self) -> "Iterable[Row]":
         """Return the rules on the table's own keys; messages begin with the key."""
         return ()
 
-    def only_with(self, need: str, holds: object, *keys: str) -> Iterator[Row]:
+    def only_with(self, need: str, holds: object, *keys: str) -> "Iterator[Row]":
         """Yield rules that refuse keys of this table with other values than the default where ``need`` does not
         hold."""
         for key in keys:
@@ -46,11 +44,11 @@ class Table(BaseModel):
             is_stray = value != default and not holds
             yield self.row("goes_only_with", is_stray, key=key, value=json.dumps(value), need=need)
 
-    def row(self, name: str, is_broken: object, /, **facts: Any) -> Row:
+    def row(self, name: str, is_broken: object, /, **facts: Any) -> "Row":
         """Return the row of a rule by its name in refusals.toml; its text may name keys of the table and ``facts``."""
         return row(name, is_broken, **dict(self) | facts)
 
-    def urls_rules(self, urls: list[str]) -> Iterator[Row]:
+    def urls_rules(self, urls: list[str]) -> "Iterator[Row]":
         """Yield the rules on the servers in a key ``urls``."""
         for url in urls:
             fits = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url) and has_host(url)

@@ -5,8 +5,6 @@
 Imports no torch: a configuration reads the table of algorithms before loading heavy packages.
 """
 
-from __future__ import annotations
-
 import itertools
 import tomllib
 from collections.abc import Callable, Mapping
@@ -102,7 +100,7 @@ class Mask:
         _check_mask(self)
 
     @staticmethod
-    def ppo(low: float = 0.8, high: float = 1.2, policies: Policies = "theta_old", scope: Scope = "token") -> Mask:
+    def ppo(low: float = 0.8, high: float = 1.2, policies: Policies = "theta_old", scope: Scope = "token") -> "Mask":
         """PPO's mask: A > 0 above the window of the ratio, and A < 0 below it, are dropped."""
         return Mask(policies, scope=scope, low=low, high=high, sign="outward")
 

@@ -5,8 +5,6 @@ Also calls of functions of the user, with errors that name the function.
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace

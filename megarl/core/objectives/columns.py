@@ -4,8 +4,6 @@ Ratios of two policies are computed once each. Functions of the user get copies 
 checked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -84,7 +82,7 @@ class TokenColumns:
             ratios.check_cu_seqlens(self.cu_seqlens, logprobs.numel())
 
     @classmethod
-    def of_padded(cls, logprobs: Tensor, batch: Mapping[str, Any]) -> TokenColumns:
+    def of_padded(cls, logprobs: Tensor, batch: Mapping[str, Any]) -> "TokenColumns":
         """Flatten a padded batch of b sequences: logprobs [b, s], other columns [b, s] by their names in ``batch``.
 
         ``loss_mask`` is False on padding. ``ref_logprobs`` and ``router_drift`` may be absent. ValueError if another
@@ -122,7 +120,7 @@ class Denominators:
     """Sequences with at least one loss token."""
 
     @classmethod
-    def of(cls, loss_mask: Tensor, cu_seqlens: Tensor, rollout_logprobs: Tensor | None = None) -> Denominators:
+    def of(cls, loss_mask: Tensor, cu_seqlens: Tensor, rollout_logprobs: Tensor | None = None) -> "Denominators":
         """Count a packed batch: loss_mask bool [T], cu_seqlens int64 [N+1].
 
         rollout_logprobs: [T], to leave out tokens at -inf as ``coefficients`` does.
@@ -130,7 +128,7 @@ class Denominators:
         mask = loss_mask if rollout_logprobs is None else ratios.usable_mask(loss_mask, rollout_logprobs)
         return cls(*count_loss_tokens(mask, cu_seqlens).tolist())
 
-    def __add__(self, other: Denominators) -> Denominators:
+    def __add__(self, other: "Denominators") -> "Denominators":
         return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
 
 

@@ -8,8 +8,6 @@ Nothing in the loop runs per sequence in Python: each step appends whole columns
 end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +32,7 @@ class Reader:
     """Feeds tokens to the model and keeps cache, positions and padding of the rows in step."""
 
     def __init__(
-        self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache, copied_rows: int
+        self, model: PreTrainedModel, recorder: "RouteRecorder | None", cache: DynamicCache, copied_rows: int
     ) -> None:
         """The ``cache`` is empty. A ``recorder`` must be recording; None: no experts. Up to ``copied_rows`` tokens of a
         pass get copies of their experts' weights; 0: the model's implementation stays."""
@@ -193,7 +191,7 @@ def _cut_into_rollouts(
 
 
 def _sample(
-    logits: torch.Tensor, params: SamplingParams, noise: Noise, step: int, alive: np.ndarray
+    logits: torch.Tensor, params: SamplingParams, noise: "Noise", step: int, alive: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """One token per row, int64 [B], its log-probability under the sampling distribution [B], and bool [B, V], the ids
     of the nucleus, if requested."""

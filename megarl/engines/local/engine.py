@@ -4,8 +4,6 @@ The quickstart and the tests use the engine. Log-probabilities are of the sampli
 the expert ids in the calls of the model.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

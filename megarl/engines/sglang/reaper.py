@@ -6,8 +6,6 @@ new parent, and kills the group. PR_SET_PDEATHSIG would not do: it reaches only 
 starting thread. Imports the standard library only, to stay small.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

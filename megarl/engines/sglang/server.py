@@ -7,8 +7,6 @@ The server runs in a session of its own under ``reaper``. Two events end the ser
 - the reaper, when the starting process has ended or was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

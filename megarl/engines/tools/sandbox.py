@@ -13,8 +13,6 @@ objects, queues of abandoned sockets), networks outside of namespaces (vsock), a
 does not need and that have often been vulnerable.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Weights and the state of the distributed optimizer load in any layout. ``FrozenModel`` holds weights for evaluation.
 """
 
-from __future__ import annotations
-
 import errno
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

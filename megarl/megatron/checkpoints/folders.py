@@ -8,8 +8,6 @@ checkpoint holds exactly what one save of one run wrote, or counts as damaged: a
 additional file, a file of another step, a renamed folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -107,7 +105,7 @@ def set_aside(damaged: Iterable[Path]) -> None:
         path.rename(free_name(path.with_name(f"{path.name}.damaged")))
 
 
-def publish(path: Path, run: str, files: Files, keep: int, keep_every: int) -> None:
+def publish(path: Path, run: str, files: "Files", keep: int, keep_every: int) -> None:
     """Put a written checkpoint in place with a manifest, and keep the newest ``keep``; a collective call.
 
     Multiples of ``keep_every`` stay besides; 0: none.
@@ -138,7 +136,7 @@ def publish(path: Path, run: str, files: Files, keep: int, keep_every: int) -> N
     from_main_rank(put_in_place)
 
 
-def _complete(folder: Path, written: Files) -> Files:
+def _complete(folder: Path, written: "Files") -> "Files":
     """``written`` and the small files of the main rank, which are flushed and read here."""
     files = dict(written)
     for file in folder.iterdir():

@@ -1,7 +1,5 @@
 """What a checkpoint of a run holds, in Megatron's sharded form: model, optimizer, schedule, random states, loop."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -5,8 +5,6 @@ less ``(entropy_values * entropies).sum()`` where the objective has an entropy t
 all micro-batches and ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ All arithmetic is fp32, and equals that of the block version in ``logprobs.py``,
 ``TRITON_INTERPRET=1`` runs the kernels on a CPU. ``logprobs.py`` imports this module for CUDA tensors only.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ There, Triton kernels (``logprob_kernels.py``) pass over a block once forward an
 a CPU, torch operations do the same in about ten passes over smaller blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import ModuleType

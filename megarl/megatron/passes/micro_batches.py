@@ -4,8 +4,6 @@ Columns are aligned with tokens: entry ``t`` is about token ``t``. A model's out
 Only this file converts between the two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

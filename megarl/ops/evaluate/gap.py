@@ -6,8 +6,6 @@ Each pair of precisions samples once. The training engine computes the log-proba
 native routes, and with the routes of the rollout (R3). A single process does the work; no weight changes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -148,7 +146,7 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
     return pairs
 
 
-def draw(config: Config, model: TrainingEngine, num_responses: int) -> list[Rollout]:
+def draw(config: Config, model: "TrainingEngine", num_responses: int) -> list[Rollout]:
     """Sample with the rollout engine of a configuration, which gets the model's weights.
 
     RolloutError if a third party changes the weights meanwhile.

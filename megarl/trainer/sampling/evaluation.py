@@ -9,8 +9,6 @@ A response is correct if its reward is above ``reward.threshold``. A response wi
 function or the environment failed, counts as wrong: a share of the judged responses would be no pass rate.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zlib
@@ -66,7 +64,7 @@ class PlayedBenchmark:
     def of(
         cls, benchmark: Benchmark, prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase,
         player: Player | None = None,
-    ) -> PlayedBenchmark:  # fmt: skip
+    ) -> "PlayedBenchmark":  # fmt: skip
         """Make judge and player of the benchmark, unless a player is given."""
         if player is None:
             judge = Judge(benchmark.reward, **config.judge_options(benchmark.reward))

@@ -4,8 +4,6 @@ Python imports this module at the start of every process with the directory on i
 and run right after the import of torch: helper processes without torch stay cheap.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder

@@ -7,8 +7,6 @@ SGLang itself sends base64 of raw int32 for all layers, and ignores the header. 
 four letters, as an int32 the impossible expert 1414287949.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -14,8 +14,6 @@ Checksums are CRC-32 of a whole tensor. They name the base in place of a version
 Numbers are little-endian. The module needs numpy only, and torch for ``pack``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

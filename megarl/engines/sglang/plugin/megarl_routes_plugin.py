@@ -4,8 +4,6 @@ The rewriting is the last step of a request, in a new thread of the HTTP process
 requests wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import importlib
@@ -80,7 +78,7 @@ def generate_request(
     return answers if shape is None else _rewrite_all(answers, shape)
 
 
-async def _rewrite_all(answers: Any, shape: MoeShape) -> AsyncIterator[Any]:
+async def _rewrite_all(answers: Any, shape: "MoeShape") -> AsyncIterator[Any]:
     try:
         async for answer in answers:
             for item in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
@@ -117,7 +115,7 @@ async def update_weights_from_tensor(
     return success, receipt if success else answer
 
 
-def _short(text: str, shape: MoeShape) -> str:
+def _short(text: str, shape: "MoeShape") -> str:
     import pybase64  # SGLang's own, and many times as fast as the standard library's
 
     from megarl.engines.sglang.plugin.compact import compact

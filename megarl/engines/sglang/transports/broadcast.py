@@ -1,7 +1,5 @@
 """Weights by broadcast: a process group of all servers, or a group for every server after a failure."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
@@ -75,7 +73,7 @@ def broadcast(senders: Sequence[WeightSender], bucket: Bucket) -> None:
         raise
 
 
-def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s: float) -> BroadcastGroup:
+def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s: float) -> "BroadcastGroup":
     """Return a new group of the servers, which leave their old groups."""
     for sender in senders:
         sender.leave_group()

@@ -1,7 +1,5 @@
 """Weights through folders that servers load: the weights of one version, and a model without weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -3,8 +3,6 @@
 A restarted server gets the kept copy over HTTP, whatever the transport of updates is.
 """
 
-from __future__ import annotations
-
 import base64
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -32,16 +30,16 @@ Buckets = Generator[Bucket | None, None, None]
 class Delivery:
     """One update in progress."""
 
-    receivers: Fleet
+    receivers: "Fleet"
     """The servers that take part."""
-    folder: WeightFolder | None = None
+    folder: "WeightFolder | None" = None
     """The copy on disk, or None; complete after all buckets have passed the line."""
     line: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "weight-sending"))
     """Sends one bucket while the next bucket is made."""
     running: Future[None] | None = None
     base: deque[Bucket] = field(default_factory=deque)
     """The buckets of the last update, not yet compared with the new buckets; empty without ``sglang.deltas``."""
-    refused: set[Member] = field(default_factory=set)
+    refused: "set[Member]" = field(default_factory=set)
     """Servers that have refused a delta: the rest of the update is whole."""
     is_split: bool = False
     """Whether the rest of a broadcast goes through a group per server."""
@@ -136,7 +134,7 @@ class Tensors(Transport):
         plain = {*fleet.present} - takers
         base = delivery.base.popleft() if delivery.base else None
 
-        def offer(message: Message, member: Member) -> None:
+        def offer(message: Message, member: "Member") -> None:
             if refusal := member.sender.offer(message):
                 refused.add(member)
                 fleet.tell(f"{member.url} takes no delta, and gets everything: {refusal}")

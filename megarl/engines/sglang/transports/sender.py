@@ -9,8 +9,6 @@ Only the pause mode ``abort`` is consistent: in other modes, running requests mi
 with the routes of the next version. After a refused step a server stays paused: its weights are unknown.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

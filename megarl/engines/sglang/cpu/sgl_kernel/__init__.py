@@ -4,8 +4,6 @@ SGLang imports names from here even if it computes with plain torch. Every name 
 needs a kernel ends with a clear error and not with wrong numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NoReturn
 
