@@ -1,4 +1,4 @@
-"""Every error that megarl raises on purpose.
+"""Every error that megarl raises on purpose, and the longer texts: files/refusals.toml.
 
 Each class also derives from a built-in exception, so that ``except ValueError`` and the like keep working for
 callers who do not know megarl. A message says what was found, what was expected, and what to do. The command line
@@ -8,9 +8,11 @@ prints it as one line and exits with code 2.
 import difflib
 import socket
 import sysconfig
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,16 @@ class PeerError(MegarlError, RuntimeError):
     """Another rank has died or did not come to a collective call; names the phase, and whom the others wait for."""
 
     second_hand = True
+
+
+@cache
+def _read_texts() -> dict[str, str]:
+    return tomllib.loads((Path(__file__).parent / "files" / "refusals.toml").read_text("utf-8"))
+
+
+def refusal(name: str, /, **facts: object) -> str:
+    """Return the text of this name in files/refusals.toml, with ``facts`` in it."""
+    return _read_texts()[name].format(**facts)
 
 
 def printable(text: str) -> str:

@@ -25,9 +25,8 @@ from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, policy_loss
 from megarl.core.objectives.columns import count_loss_tokens
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, refusal
 from megarl.files.hf_config import MoeShape
-from megarl.files.texts import refusal
 from megarl.replay import MicroRoutes, Recording, RoutingReplay, stack_routes
 from megarl.replay.megatron_state import cp_position, tp_position
 from megarl.routes import RoutingTrace

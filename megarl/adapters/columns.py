@@ -16,8 +16,8 @@ from torch import Tensor
 from megarl.core.choices.parts import Aggregation, Objective
 from megarl.core.choices.table import OBJECTIVES, find_objective
 from megarl.core.objectives import Coefficients, Denominators, TokenColumns, coefficients
-from megarl.errors import ConfigError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, refusal
+from megarl.files.texts import read_table
 
 POLICY_COLUMNS = {"old": "old_logprobs", "mu": "rollout_logprobs", "ref": "ref_logprobs"}
 _REFUSALS = read_table(__file__, "refusals.toml")

@@ -16,9 +16,8 @@ from pydantic.fields import FieldInfo
 from megarl.config import Config
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
-from megarl.errors import ConfigError, DataError, did_you_mean, reason_of, reworded
+from megarl.errors import ConfigError, DataError, did_you_mean, reason_of, refusal, reworded
 from megarl.files.foreign_json import require_regular
-from megarl.files.texts import refusal
 
 SAVED = "config.toml"
 """The resolved configuration in a run folder."""

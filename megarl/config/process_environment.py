@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megarl.config.tables import Tables
 from megarl.config.trust import make_private
-from megarl.errors import ConfigError, reworded
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, refusal, reworded
+from megarl.files.texts import read_table
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the settings of torch's GPU allocator; torch 2.9 and later read the first, which wins over the

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, refusal
+from megarl.files.texts import read_table
 
 _KEYS: dict[str, list[str]] = read_table(__file__)
 PLUGS = tuple(_KEYS["plugs"])

@@ -18,9 +18,8 @@ from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, some
+from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, refusal, some
 from megarl.files.hf_config import family_entry
-from megarl.files.texts import refusal
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
 from megarl.models.names import LAYOUTS, hf_shapes, is_fp32

@@ -16,9 +16,8 @@ from rich.progress import track
 from safetensors import SafetensorError
 
 from megarl.core.fp8 import BLOCK
-from megarl.errors import CheckpointError, MegarlError, some
+from megarl.errors import CheckpointError, MegarlError, refusal, some
 from megarl.files import outputs
-from megarl.files.texts import refusal
 from megarl.files.writing import describe_write_error, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import MANIFEST as RUN_MANIFEST
 from megarl.megatron.checkpoints.folders import read_manifest

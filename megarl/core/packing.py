@@ -18,8 +18,7 @@ from torch import Tensor
 from megarl.core.advantages.groups import Values
 from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand
 from megarl.core.types import REPLAYED, Rollout, TrainBatch
-from megarl.errors import NumericsError, RolloutError, TraceError
-from megarl.files.texts import refusal
+from megarl.errors import NumericsError, RolloutError, TraceError, refusal
 
 _BY_SEQUENCE_OR_ID = ("cu_seqlens", "kept_ids", "kept_offsets")
 TOKEN_COLUMNS = tuple(field.name for field in fields(TrainBatch) if field.name not in _BY_SEQUENCE_OR_ID)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megarl.errors import NumericsError
-from megarl.files.texts import refusal
+from megarl.errors import NumericsError, refusal
 
 if TYPE_CHECKING:
     from megarl.core.choices.parts import Scope

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.core.choices.stopping import POSITIVE
-from megarl.errors import ConfigError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, refusal
+from megarl.files.texts import read_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

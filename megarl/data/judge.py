@@ -34,9 +34,8 @@ from megarl.config.plugs import check_function, load_plug
 from megarl.config.process_environment import LAUNCHER
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data.rewards import BUILT_IN_REWARDS, Verdict, describe_failure, read_verdict
-from megarl.errors import ConfigError, reworded
+from megarl.errors import ConfigError, refusal, reworded
 from megarl.files.bounded_process import limit_memory, lower_limit
-from megarl.files.texts import refusal
 
 START_S = 120.0
 """Time limit for the start of a worker, including the import of the reward function's module."""

@@ -19,9 +19,8 @@ from megarl.config import Config
 from megarl.config.tables.data import DataConfig
 from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.data.tokenizer import count_rows, tokenize
-from megarl.errors import ConfigError, DataError, reworded
+from megarl.errors import ConfigError, DataError, refusal, reworded
 from megarl.files.bounded_process import BoundedProcess
-from megarl.files.texts import refusal
 
 _MOST_MARK_TOKENS = 32
 """Tokens at the end of a prompt in which a mark of the response is looked for."""

@@ -20,9 +20,8 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, RolloutError, refusal
 from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body
-from megarl.files.texts import refusal
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 """Longest wait before the second attempt, which doubles with each attempt; and the longest wait of all."""

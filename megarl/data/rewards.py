@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.errors import describe_call, may_pass
-from megarl.files.texts import refusal
+from megarl.errors import describe_call, may_pass, refusal
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.data.records import write_jsonl
-from megarl.errors import DataError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import DataError, refusal
+from megarl.files.texts import read_table
 
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
 """The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""

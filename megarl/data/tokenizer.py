@@ -16,9 +16,9 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.config.tables.model import ModelConfig
-from megarl.errors import ConfigError, DataError, describe, reworded
+from megarl.errors import ConfigError, DataError, describe, refusal, reworded
 from megarl.files.foreign_json import read_object
-from megarl.files.texts import read_table, refusal
+from megarl.files.texts import read_table
 from megarl.files.writing import find_tokenizer_code, read_record
 
 _BATCH = 1024

@@ -29,9 +29,9 @@ from megarl.data.tokenizer import step_tokens
 from megarl.engines.player import Agent, EpisodeError, EpisodeResult, Player, encode_text, foreign_code, sample_turn
 from megarl.engines.protocol import Session
 from megarl.engines.tools.environment import Hermes
-from megarl.errors import DataError, describe
+from megarl.errors import DataError, describe, refusal
 from megarl.files.foreign_json import parse_json
-from megarl.files.texts import read_table, refusal
+from megarl.files.texts import read_table
 from megarl.routes.turns import cut
 
 MOST_BYTES = 32 << 20

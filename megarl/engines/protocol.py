@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import RolloutError
-from megarl.files.texts import refusal
+from megarl.errors import RolloutError, refusal
 from megarl.routes.turns import known_rows
 
 

@@ -27,9 +27,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
-from megarl.errors import ConfigError, WeightSyncError, describe
+from megarl.errors import ConfigError, WeightSyncError, describe, refusal
 from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
-from megarl.files.texts import refusal
 from megarl.models.hf_files import split_by_size
 from megarl.models.hf_folder import read_json
 from megarl.models.names import is_fp32

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import ConfigError, DataError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, DataError, refusal
+from megarl.files.texts import read_table
 
 _TABLES = read_table(__file__, "families.toml")
 COMMON: Mapping[str, Any] = _TABLES["common"]

@@ -18,8 +18,7 @@ from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megarl.errors import ConfigError, some
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal, some
 from megarl.files.writing import exchange, model_files, read_record, sha256_of, sync, sync_all, write_atomically
 
 MARK, FILES = ".megarl.json", ".megarl-files.json"

@@ -17,8 +17,8 @@ from megarl import enable_cpu
 from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError, refusal
+from megarl.files.texts import read_table
 from megarl.replay.megatron_state import Replaced, cp_position, tp_position
 
 if TYPE_CHECKING:  # replay needs no pydantic

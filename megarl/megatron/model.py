@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import is_te_min_version
 from torch.nn.functional import silu
 
-from megarl.errors import ConfigError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, refusal
+from megarl.files.texts import read_table
 from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins.attention import NormOverHeads, PackedAttention, RMSNorm

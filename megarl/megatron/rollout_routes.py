@@ -16,8 +16,7 @@ from megatron.core import parallel_state
 
 from megarl.core.devices import to_device
 from megarl.core.types import REPLAYED, Rollout, TrainBatch
-from megarl.errors import TraceError
-from megarl.files.texts import refusal
+from megarl.errors import TraceError, refusal
 from megarl.megatron.distributed import gather_objects, model_group
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
 from megarl.models.shapes import ModelShape

@@ -12,8 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 import megarl
-from megarl.errors import ConfigError, MegarlError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, MegarlError, refusal
 from megarl.replay.megatron_state import RELEASE
 
 

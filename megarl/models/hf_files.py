@@ -13,10 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.errors import CheckpointError, ConfigError, DataError, reworded, some
+from megarl.errors import CheckpointError, ConfigError, DataError, refusal, reworded, some
 from megarl.files import hf_config
 from megarl.files.foreign_json import require_regular
-from megarl.files.texts import refusal
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 from megarl.models.quantized import FLOATS, SCALES, dequantize, describe_misfit, pair_codes, shape_of_weight

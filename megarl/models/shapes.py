@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, DataError, reworded
+from megarl.errors import ConfigError, DataError, refusal, reworded
 from megarl.files import hf_config
 from megarl.files.foreign_json import read_object
 from megarl.files.hf_config import FAMILIES, LACKING, ROPE, HFConfig, family_entry
-from megarl.files.texts import refusal
 
 
 @dataclass(frozen=True, slots=True)

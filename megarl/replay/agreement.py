@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from megarl.core.devices import DeviceChecks, to_device
-from megarl.errors import AgreementError, ReplayError
-from megarl.files.texts import refusal
+from megarl.errors import AgreementError, ReplayError, refusal
 from megarl.replay.records import MicroRoutes
 
 MOST_SAMPLED = 128  # rows of a micro-batch for which the routers' own choice is computed

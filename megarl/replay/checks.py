@@ -10,9 +10,8 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.core.replay_blockers import replay_blockers
-from megarl.errors import ReplayError
+from megarl.errors import ReplayError, refusal
 from megarl.files.hf_config import MoeShape
-from megarl.files.texts import refusal
 from megarl.replay.hooks import Hook
 from megarl.replay.megatron_state import RELEASE
 from megarl.replay.records import MicroRoutes

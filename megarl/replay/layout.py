@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.core.parallel import held_tokens, sequence_parallel_slice, zigzag_indices
-from megarl.errors import ReplayError, reworded
+from megarl.errors import ReplayError, refusal, reworded
 from megarl.files.hf_config import MoeShape
-from megarl.files.texts import refusal
 from megarl.replay.records import MicroRoutes
 from megarl.routes import RoutingTrace
 

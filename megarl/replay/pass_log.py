@@ -26,8 +26,7 @@ import torch
 from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from megarl.errors import ReplayError
-from megarl.files.texts import refusal
+from megarl.errors import ReplayError, refusal
 
 if TYPE_CHECKING:
     from megarl.replay.hooks import Hook

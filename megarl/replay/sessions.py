@@ -13,8 +13,7 @@ from threading import get_ident
 import torch
 
 from megarl.core.devices import DeviceChecks, to_device
-from megarl.errors import ReplayError
-from megarl.files.texts import refusal
+from megarl.errors import ReplayError, refusal
 from megarl.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.replay.hooks import Hook, Question
 from megarl.replay.pass_log import PassBlock, RouterCall

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import TraceError
+from megarl.errors import TraceError, refusal
 from megarl.files.hf_config import MoeShape
-from megarl.files.texts import refusal
 from megarl.routes.codec import MAGIC, decode
 from megarl.routes.trace import RoutingTrace
 

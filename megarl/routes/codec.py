@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.errors import TraceError
-from megarl.files.texts import refusal
+from megarl.errors import TraceError, refusal
 from megarl.routes.trace import RoutingTrace, narrow_dtype
 
 MAGIC = b"MRLT"

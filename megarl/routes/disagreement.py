@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.errors import TraceError
-from megarl.files.texts import refusal
+from megarl.errors import TraceError, refusal
 from megarl.routes.trace import RoutingTrace
 
 if TYPE_CHECKING:

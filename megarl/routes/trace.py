@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.errors import TraceError
-from megarl.files.texts import refusal
+from megarl.errors import TraceError, refusal
 
 
 def narrow_dtype(num_experts: int, signed: bool = False) -> type[np.integer]:

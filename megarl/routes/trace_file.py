@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, DataError, TraceError, reworded
+from megarl.errors import ConfigError, DataError, TraceError, refusal, reworded
 from megarl.files.foreign_json import require_regular
-from megarl.files.texts import refusal
 from megarl.files.writing import write_atomically
 from megarl.routes import RoutingTrace, decode, encode
 from megarl.routes.turns import row_versions

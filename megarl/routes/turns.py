@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.core.types import REPLAYED, Rollout
-from megarl.errors import RolloutError, TraceError
-from megarl.files.texts import refusal
+from megarl.errors import RolloutError, TraceError, refusal
 
 if TYPE_CHECKING:
     from megarl.core.metrics import Stat

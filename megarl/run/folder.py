@@ -29,9 +29,9 @@ from megarl.config.file import RUN_ID, SAVED, read_toml
 from megarl.config.trust import PLUGS
 from megarl.data.benchmarks import HELDOUT, choose
 from megarl.data.records import read_records, require_file
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, refusal
 from megarl.files.outputs import free_name
-from megarl.files.texts import read_table, refusal
+from megarl.files.texts import read_table
 from megarl.files.writing import read_record, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import complete_checkpoints, read_run
 from megarl.run.metrics_log import iterate_metrics

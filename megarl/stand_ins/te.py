@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from megarl.errors import ConfigError
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, refusal
+from megarl.files.texts import read_table
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins import cpu
 

@@ -27,9 +27,8 @@ from megarl.engines.sglang.transports.folder import Disk, write_empty_model
 from megarl.engines.sglang.transports.ipc import Helper, SharedMemory
 from megarl.engines.sglang.transports.protocol import Tensors, Transport
 from megarl.engines.weights import FP8Form, WeightForm, checkpoint_shapes, read_model_config
-from megarl.errors import ConfigError, RolloutError, printable, some
+from megarl.errors import ConfigError, RolloutError, printable, refusal, some
 from megarl.files.hf_config import find_quantization
-from megarl.files.texts import refusal
 from megarl.files.writing import find_tokenizer_code
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES

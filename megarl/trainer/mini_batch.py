@@ -17,8 +17,7 @@ from megarl.core.metrics import Stat, merge
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.ratios import segment_expand
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import AgreementError, TraceError
-from megarl.files.texts import refusal
+from megarl.errors import AgreementError, TraceError, refusal
 from megarl.megatron.distributed import all_sum
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.replay import MicroRoutes, RouterScores

@@ -28,8 +28,7 @@ from megarl.core.objectives import BatchFacts, Objective, coefficients, function
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import has_routes, pack
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import AgreementError, RolloutError
-from megarl.files.texts import refusal
+from megarl.errors import AgreementError, RolloutError, refusal
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.policy import Policy

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-from megarl.errors import ReplayError
+from megarl.errors import ReplayError, refusal
 from megarl.files.hf_config import MoeShape
-from megarl.files.texts import refusal
 from megarl.replay.checks import fitting_shape
 from megarl.replay.layout import local_rows
 from megarl.replay.megatron_state import Replaced, cp_position, split_position, unwrap

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megarl.files.texts import refusal
+from megarl.errors import refusal
 from megarl.text_table import text_table
 from megarl.watch.limits import GAP, GapLimits
 

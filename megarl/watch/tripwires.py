@@ -24,8 +24,7 @@ from megarl.config.tables.train import TrainConfig
 from megarl.core.metrics import Stat
 from megarl.core.ratios import log_ratio, segment_ids, segment_sum, usable_mask
 from megarl.core.types import TrainBatch
-from megarl.errors import RolloutError
-from megarl.files.texts import refusal
+from megarl.errors import RolloutError, refusal
 from megarl.watch import foreign_rows
 from megarl.watch.limits import TRIPWIRES
 

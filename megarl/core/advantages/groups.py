@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE
-from megarl.errors import ConfigError, NumericsError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, NumericsError, refusal
 
 Values = Tensor | np.ndarray | Sequence[float]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages.groups import Values, as_tensor, center, fill, group_mean, grpo, prepare
-from megarl.files.texts import refusal
+from megarl.errors import refusal
 
 WHITENING_EPS = 1e-8
 """Added to the variance."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.core.choices.parts import PoolScale
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 
 Statistics = Literal["pool", "trained"]
 Weigh = Literal["sample", "prompt"]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.core.choices.records import call_own, name_of
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 
 Keep = Literal["balance", "pos", "any"]
 """Choice of the samples that train; see ``megarl.core.sampling.subsampling``."""

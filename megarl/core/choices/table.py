@@ -13,8 +13,7 @@ from typing import Any
 
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.records import make
-from megarl.errors import ConfigError, UnknownNameError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, UnknownNameError, refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from megarl.core import ratios
 from megarl.core.choices.parts import NON_NEGATIVE_ADVANTAGES, Objective, Policies, Scope
 from megarl.core.choices.records import call_own, name_of
 from megarl.core.devices import DeviceChecks
-from megarl.errors import ConfigError, NumericsError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, NumericsError, refusal
 
 
 @dataclass(frozen=True, slots=True, eq=False)

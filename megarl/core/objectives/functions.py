@@ -20,8 +20,7 @@ from megarl.core.objectives.columns import (
 )
 from megarl.core.objectives.loss import BatchFacts, Coefficients, coefficients, state_coefficients
 from megarl.core.objectives.responses import advantages_of
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]
 

@@ -32,8 +32,7 @@ from megarl.core.objectives.columns import (
 )
 from megarl.core.objectives.masks import Trusted, batch_bound, find_trusted
 from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,8 +19,7 @@ from megarl.core.choices.stopping import POSITIVE
 from megarl.core.choices.table import find_objective
 from megarl.core.objectives.columns import call_part
 from megarl.core.ratios import segment_expand, segment_sum
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 
 Components = tuple[Values, Values]
 """Several rewards of each response [N, M], and their weights [M]."""

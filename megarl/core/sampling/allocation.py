@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.core.choices.credit import parse_allocation, parse_objective
-from megarl.files.texts import refusal
+from megarl.errors import refusal
 
 Numbers = Sequence[float] | np.ndarray
 

@@ -24,8 +24,7 @@ import numpy as np
 from megarl.core.choices.stopping import SamplingRule
 from megarl.core.metrics import Stat
 from megarl.core.sampling.subsampling import subsample
-from megarl.errors import NumericsError
-from megarl.files.texts import refusal
+from megarl.errors import NumericsError, refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ trains on accepted samples, GVM-GRPO on all, with advantages within groups of un
 import numpy as np
 
 from megarl.core.sampling.allocation import Numbers, bounded_shares, check_rates, check_weights
-from megarl.files.texts import refusal
+from megarl.errors import refusal
 
 
 def gvm_allocate(

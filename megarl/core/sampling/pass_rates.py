@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megarl.errors import CheckpointError
-from megarl.files.texts import refusal
+from megarl.errors import CheckpointError, refusal
 
 Integers = Sequence[int] | np.ndarray
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.core.choices.stopping import POSITIVE, Keep
-from megarl.errors import ConfigError, NumericsError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, NumericsError, refusal
 
 
 def subsample(

@@ -23,8 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines.protocol import OnFinish, SamplingParams, too_many_kept
-from megarl.errors import NumericsError, RolloutError, TraceError
-from megarl.files.texts import refusal
+from megarl.errors import NumericsError, RolloutError, TraceError, refusal
 from megarl.routes.trace import narrow_dtype
 
 

@@ -24,8 +24,7 @@ from megarl.engines import protocol
 from megarl.engines.local.decode import Reader, RouteRecorder, decode
 from megarl.engines.protocol import Begin, Engine, OnFinish, SamplingParams, Session, prompt_alone
 from megarl.engines.weights import Intake, WeightForm, auto_class, checkpoint_views
-from megarl.errors import RolloutError, WeightSyncError
-from megarl.files.texts import refusal
+from megarl.errors import RolloutError, WeightSyncError, refusal
 from megarl.models.names import is_fp32
 
 BUCKET_BYTES = 32 << 20

@@ -20,10 +20,9 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams, limit_response, prompt_alone, too_many_kept
-from megarl.errors import DataError, RolloutError
+from megarl.errors import DataError, RolloutError, refusal
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
-from megarl.files.texts import refusal
 from megarl.routes.answers import decode_keys, longest_text, routes_from_sglang
 
 _FINISH: Mapping[object, FinishReason] = {"stop": "stop", "length": "length"}

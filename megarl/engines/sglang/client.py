@@ -28,9 +28,8 @@ from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, OnFinish, Session, prompt_alone, run_session
 from megarl.engines.sglang.http import is_ready
-from megarl.errors import DataError, RequestError, RolloutError, TraceError, reworded
+from megarl.errors import DataError, RequestError, RolloutError, TraceError, refusal, reworded
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
-from megarl.files.texts import refusal
 
 KEEP_CONNECTION_S = 3.0
 """SGLang closes a connection after five idle seconds, even while a request is on its way."""

@@ -21,9 +21,8 @@ from megarl.engines.sglang.http import authorization
 from megarl.engines.sglang.plugin.compact import make_header
 from megarl.engines.sglang.transports.ipc import Helper
 from megarl.engines.weights import WeightForm
-from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError, refusal
 from megarl.files.hf_config import MoeShape
-from megarl.files.texts import refusal
 from megarl.models.shapes import find_indexers
 
 _UNCHANGED = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}

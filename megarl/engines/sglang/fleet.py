@@ -23,8 +23,7 @@ from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Tensors, Transport
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, HangError, in_thread
 from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
-from megarl.errors import ConfigError, MegarlError, WeightSyncError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, MegarlError, WeightSyncError, refusal
 
 YIELD_S = 5.0
 """How long an update waits for a keeper that sends a bucket of the copy; then the update continues without the

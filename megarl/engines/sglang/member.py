@@ -25,8 +25,7 @@ from megarl.engines.sglang.transports.protocol import send_tensors
 from megarl.engines.sglang.transports.sender import Checksums, GoneError, WeightSender, deadline, in_thread
 from megarl.engines.sglang.versions import check_server
 from megarl.engines.weights import Bucket
-from megarl.errors import RolloutError, WeightSyncError
-from megarl.files.texts import refusal
+from megarl.errors import RolloutError, WeightSyncError, refusal
 
 FRESH = "default"
 """SGLang's name for the weights of a server without an update."""

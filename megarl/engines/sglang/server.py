@@ -28,8 +28,7 @@ from megarl.config.addresses import url_host
 from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
 from megarl.engines.sglang.versions import check_server, installed_release, parse_arguments, require_own
-from megarl.errors import MegarlError, RolloutError
-from megarl.files.texts import refusal
+from megarl.errors import MegarlError, RolloutError, refusal
 from megarl.models.fit import servers_record
 
 REAPER = Path(__file__).parent / "reaper.py"

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
-from megarl.errors import ConfigError, RolloutError, reworded
+from megarl.errors import ConfigError, RolloutError, refusal, reworded
 from megarl.files.hf_config import find_quantization
-from megarl.files.texts import refusal
 from megarl.models.hf_folder import read_json
 
 Version = tuple[int, int, int]

@@ -16,8 +16,7 @@ import psutil
 
 from megarl.engines.tools.protocol import ToolExit, ToolResult
 from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox
-from megarl.errors import ConfigError, RolloutError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, RolloutError, refusal
 
 T = TypeVar("T")
 START_S = 5.0

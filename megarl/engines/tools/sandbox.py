@@ -28,8 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import ConfigError, RolloutError, reworded
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, RolloutError, refusal, reworded
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 MEMORY_EXIT = 86

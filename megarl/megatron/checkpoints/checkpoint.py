@@ -17,9 +17,8 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.config import Config
-from megarl.errors import CheckpointError, DamageError
+from megarl.errors import CheckpointError, DamageError, refusal
 from megarl.files.pickles import require_plain
-from megarl.files.texts import refusal
 from megarl.files.writing import sha256_of
 from megarl.megatron.checkpoints import state
 from megarl.megatron.checkpoints.folders import MANIFEST, WRITE_ERRORS, read_manifest

@@ -22,10 +22,9 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.errors import DamageError, DataError, SaveError, reworded
+from megarl.errors import DamageError, DataError, SaveError, refusal, reworded
 from megarl.files.foreign_json import MOST_JSON_BYTES, parse_json, read_regular
 from megarl.files.outputs import IsOwn, find_foreign, free_name, matches, partial_of, remove_own, replace_folder
-from megarl.files.texts import refusal
 from megarl.files.writing import describe_write_error, read_record, sha256_of, sync, write_atomically
 from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids, segment_lengths
-from megarl.files.texts import refusal
+from megarl.errors import refusal
 
 Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192

@@ -17,8 +17,7 @@ from megarl.core.devices import to_device
 from megarl.core.packing import partition, select, spread, take_segments
 from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seqlens, zigzag_indices
 from megarl.core.types import TrainBatch
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 from megarl.megatron.distributed import all_gather, fail_together, largest
 from megarl.replay.megatron_state import cp_position
 from megarl.stand_ins.attention import PackedSequences

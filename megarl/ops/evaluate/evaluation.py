@@ -32,9 +32,8 @@ from megarl.data.records import require_file, write_jsonl
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Sample, describe_input
 from megarl.engines.protocol import Engine
-from megarl.errors import ConfigError, RewardError, printable, reworded
+from megarl.errors import ConfigError, RewardError, printable, refusal, reworded
 from megarl.files.outputs import require_own_files, write_output
-from megarl.files.texts import refusal
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
 from megarl.megatron.checkpoints.folders import complete_checkpoints

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, refusal
 from megarl.files.shipped import shipped_folder
-from megarl.files.texts import read_table, refusal
+from megarl.files.texts import read_table
 
 PATCHES = shipped_folder("patches")
 WORDS: dict[str, dict[str, str]] = read_table(__file__)

@@ -5,8 +5,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from megarl.config import Config, Layout
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
 

@@ -8,9 +8,8 @@ from megarl.config import Config, Layout
 from megarl.config.refusals.model import for_cache, for_gpus, for_layout, for_servers
 from megarl.config.tables.base import refuse
 from megarl.core.fp8 import BLOCK
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, refusal
 from megarl.files.hf_config import count_prediction_layers
-from megarl.files.texts import refusal
 from megarl.models.fit import check_fit
 from megarl.models.hf_folder import read_json
 from megarl.models.shapes import read_shape

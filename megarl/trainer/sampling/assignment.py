@@ -21,8 +21,7 @@ from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
 from megarl.core.sampling.collector import Collector, FixedSamples, Key, Selection
 from megarl.engines.player import Asker
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 
 
 @dataclass(frozen=True, slots=True)

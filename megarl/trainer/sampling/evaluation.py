@@ -41,9 +41,8 @@ from megarl.engines.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.engines.tools.protocol import Environment, Tool
 from megarl.engines.tools.python_tool import PythonTool
 from megarl.engines.tools.sandbox import Limits
-from megarl.errors import ConfigError, reworded
+from megarl.errors import ConfigError, refusal, reworded
 from megarl.files.foreign_json import read_object
-from megarl.files.texts import refusal
 from megarl.models.shapes import read_shape
 from megarl.run.progress import Advance
 from megarl.trainer.sampling import requests

@@ -18,8 +18,7 @@ from torch.nn import Parameter
 
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
-from megarl.errors import NumericsError
-from megarl.files.texts import refusal
+from megarl.errors import NumericsError, refusal
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
 from megarl.megatron.passes.forward import by_mask
 from megarl.megatron.policy import Policy

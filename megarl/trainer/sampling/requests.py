@@ -14,8 +14,7 @@ from megarl.core.types import SampleRequest
 from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
 from megarl.engines.protocol import Engine, SamplingParams
-from megarl.errors import RolloutError
-from megarl.files.texts import refusal
+from megarl.errors import RolloutError, refusal
 from megarl.megatron import distributed
 from megarl.run.progress import Advance
 

@@ -19,8 +19,7 @@ from megarl.core.sampling.collector import Selection
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.engines.player import Asker, Draw, Key, Sample
 from megarl.engines.protocol import Engine, SamplingParams
-from megarl.errors import CheckpointError, MegarlError
-from megarl.files.texts import refusal
+from megarl.errors import CheckpointError, MegarlError, refusal
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape

@@ -23,8 +23,7 @@ from megarl.core.sampling.credit_assignment import assign, weigh
 from megarl.core.types import Rollout
 from megarl.engines.player import Failure, Sample
 from megarl.engines.protocol import Engine
-from megarl.errors import RewardError, RolloutError
-from megarl.files.texts import refusal
+from megarl.errors import RewardError, RolloutError, refusal
 from megarl.megatron import distributed
 from megarl.trainer.mini_batch import Judged
 from megarl.trainer.sampling.assignment import Assignment, Key

@@ -25,8 +25,7 @@ from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expan
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Handle, Rebuilt, Transport, send_handles
 from megarl.engines.sglang.transports.sender import CPU
 from megarl.engines.weights import Bucket, Intake, Named, WeightForm, checkpoint_shapes
-from megarl.errors import MegarlError, WeightSyncError
-from megarl.files.texts import refusal
+from megarl.errors import MegarlError, WeightSyncError, refusal
 
 SHARED_MEMORY = Path("/dev/shm")
 MOST_READERS = 1 << 12
