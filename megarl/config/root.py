@@ -42,13 +42,9 @@ class Config(Tables):
         refuse(for_ranks(self, world_size))
         p = self.parallel
         dp = world_size // (p.tp * p.pp * p.cp)
-        return Layout(
-            **p.model_dump(include={"tp", "pp", "vpp", "cp", "ep"}),
-            dp=dp,
-            etp=p.expert_tp,
-            edp=world_size // (p.ep * p.expert_tp * p.pp),
-            sequences_per_rank=self.responses_per_step // (self.train.mini_batches * dp),
-        )
+        sizes = p.model_dump(include={"tp", "pp", "vpp", "cp", "ep"}) | {"dp": dp, "etp": p.expert_tp}
+        edp = world_size // (p.ep * p.expert_tp * p.pp)
+        return Layout(**sizes, edp=edp, sequences_per_rank=self.responses_per_step // (self.train.mini_batches * dp))
 
     def to_toml(self) -> str:
         """The resolved configuration as TOML; ``file.parse(tomllib.loads(text))`` equals the configuration."""

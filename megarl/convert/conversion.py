@@ -146,13 +146,9 @@ def _verify_beside(job: ConversionJob, source: Path, written: Path) -> None:
 
 def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
     """Return what Megatron-LM and megarl read beside the weights: the writer's layout, and the model."""
+    arguments = {name: shape.fields.get(name) for name in _MODEL_ARGUMENTS} | {"num_experts": shape.num_experts or None}
     return {
-        "args": Namespace(
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            num_experts=shape.num_experts or None,
-            **{name: shape.fields.get(name) for name in _MODEL_ARGUMENTS},
-        ),
+        "args": Namespace(**arguments, tensor_model_parallel_size=1, pipeline_model_parallel_size=1),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {"non_homogeneous_layers": not keys.stacked, "singleton_local_shards": False},

@@ -54,9 +54,8 @@ class HostCopies:
 
     def park(self, tensors: Sequence[Tensor]) -> None:
         """Move the data of GPU tensors of any shape to the host, which waits once."""
-        if [(tensor.shape, tensor.dtype) for tensor in self._copies] != [
-            (tensor.shape, tensor.dtype) for tensor in tensors
-        ]:
+        forms = [[(tensor.shape, tensor.dtype) for tensor in group] for group in (self._copies, tensors)]
+        if forms[0] != forms[1]:
             self._copies = _pinned_like(tensors)
         for tensor, copy in zip(tensors, self._copies, strict=True):
             copy.copy_(tensor.data, non_blocking=True)

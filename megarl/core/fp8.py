@@ -143,5 +143,4 @@ def as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 def _as_matrix(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Undoes ``as_blocks``."""
     *stack, block_rows, height, block_columns, width = blocks.shape
-    whole = blocks.reshape(*stack, block_rows * height, block_columns * width)
-    return whole[..., : shape[-2], : shape[-1]]
+    return blocks.reshape(*stack, block_rows * height, block_columns * width)[..., : shape[-2], : shape[-1]]

@@ -112,11 +112,6 @@ def _save_tokenizer(path: str, max_positions: int) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        padding_side="left",
-        model_max_length=max_positions,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(path)
+    options: Any = {"pad_token": "<pad>", "eos_token": "<eos>", "padding_side": "left"}
+    options |= {"model_max_length": max_positions, "clean_up_tokenization_spaces": False}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(path)

@@ -29,7 +29,7 @@ from megarl.data.rewards import Verdict
 from megarl.data.tokenizer import step_tokens
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session, go_on
 from megarl.engines.tools.protocol import Environment, Episode, ModelTurn, Observation
-from megarl.errors import ConfigError, RequestError, RolloutError, describe_call, may_pass
+from megarl.errors import ConfigError, RequestError, RolloutError, describe_call, may_pass, refusal
 from megarl.routes.turns import join, known_rows
 
 
@@ -337,8 +337,7 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
                     raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
                 text, reward = observation.text, observation.reward
                 if not isinstance(text, str) or not (reward is None or isinstance(reward, numbers.Real)):
-                    told = f"{text!r:.80} and the reward {reward!r:.80}, expected text and a number"
-                    raise TypeError(f"its observation has {told}")
+                    raise TypeError(refusal("observation", text=text, reward=reward))
         except EpisodeError as error:
             if isinstance(error.__cause__, TimeoutError) and deadline.expired():
                 raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error

@@ -49,8 +49,7 @@ def initialize(config: "Config", timeout_s: float | None = None) -> None:
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError("Megatron's parallel state exists already; one run per process, or destroy it first")
     sizes = {name: getattr(layout, size) for name, size in SIZES.items()}
-    minutes = max(1, int(timeout_s // 60))
-    parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=minutes)
+    parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=max(1, int(timeout_s // 60)))
     torch.manual_seed(config.run.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
 

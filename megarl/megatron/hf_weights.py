@@ -143,8 +143,7 @@ def export_hf(
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local):
         rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        groups = experts if rule.is_of_experts else dense
-        gathered = _gather(piece, entries, groups, receive)
+        gathered = _gather(piece, entries, experts if rule.is_of_experts else dense, receive)
         of_experts = ((expert, LAYOUTS[piece.layout].join(shards, shape)) for expert, shards in gathered)
         if rule.scope == "experts":
             of_experts = _join_experts(of_experts)

@@ -223,14 +223,9 @@ def layout_fields(config: Config) -> dict[str, Any]:
 
 def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
     dtype = DTYPES[config.model.dtype]
-    return _configure(
-        OptimizerConfig,
-        config,
-        **{name: getattr(schedule.table, name) for name in ("lr", "min_lr", "weight_decay")},
-        **{name: getattr(config.optim, name) for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")},
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-    )
+    fields = {name: getattr(schedule.table, name) for name in ("lr", "min_lr", "weight_decay")}
+    fields |= {name: getattr(config.optim, name) for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")}
+    return _configure(OptimizerConfig, config, **fields, bf16=dtype is torch.bfloat16, params_dtype=dtype)
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:

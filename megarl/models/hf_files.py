@@ -326,9 +326,7 @@ def copy_model_files(
         for key in hf_config.QUANTIZATION:
             table.pop(key, None)
         # Otherwise engines would look for missing tensors.
-        for key in () if is_whole else _PREDICTION_LAYERS:
-            if table.get(key):
-                table[key] = 0
+        table |= {key: 0 for key in _PREDICTION_LAYERS if table.get(key) and not is_whole}
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

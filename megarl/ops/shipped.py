@@ -40,8 +40,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     """
     copies = {folder / place: source for place, source in _parts(name).items()}
     for target, source in copies.items():
-        same = target.is_file() and target.read_bytes() == source.read_bytes()
-        if os.path.lexists(target) and not same:
+        if os.path.lexists(target) and not (target.is_file() and target.read_bytes() == source.read_bytes()):
             raise ConfigError(f"{target} exists and is another file; nothing was copied, choose another folder")
     for target, source in copies.items():
         make_folder(target.parent)

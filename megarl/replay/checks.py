@@ -107,8 +107,7 @@ def fitting_shape(config: Any, shape: MoeShape | None) -> MoeShape:
 
 def check_chunks(chunks: Sequence[Any]) -> None:
     """ReplayError unless these are all model chunks of this rank, and of one model."""
-    config = chunks[0].config if chunks else None
-    expected = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    expected = getattr(chunks[0].config if chunks else None, "virtual_pipeline_model_parallel_size", None)
     if expected is None and parallel_state.model_parallel_is_initialized():
         expected = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     if len(chunks) != (expected or 1):

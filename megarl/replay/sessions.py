@@ -63,8 +63,7 @@ def replace_weak(
     # No weak expert is preferred, so that as many preferred experts as weak ones, or more, are not in the row.
     is_used = (preferred[:, :, None] == experts[:, None, :]).any(2)
     order = torch.sort(best.masked_fill(is_used, -math.inf), dim=1, descending=True, stable=True).indices
-    rank = (is_weak.cumsum(1) - 1).clamp(min=0)
-    substitutes = preferred.gather(1, order).gather(1, rank)
+    substitutes = preferred.gather(1, order).gather(1, (is_weak.cumsum(1) - 1).clamp(min=0))
     return torch.where(is_weak, substitutes, experts), is_weak.sum(1).to(torch.uint8)
 
 

@@ -77,8 +77,7 @@ def read_routes(
     """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError if it is of another shape.
     logical_ids: of ``routes_from_sglang``.
     """
-    per_row = 4 * shape.num_layers * shape.topk
-    if len(raw) % per_row:
+    if len(raw) % (4 * shape.num_layers * shape.topk):
         raise TraceError(refusal("bytes_of_routes", label=label, length=len(raw), shape=shape))
     whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
     rows = whole[:, list(shape.moe_layers)] if len(shape.moe_layers) < shape.num_layers else whole

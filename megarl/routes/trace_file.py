@@ -200,8 +200,7 @@ def common_names(a: TraceFile, b: TraceFile) -> list[str]:
             raise TraceError(refusal("model_of_files", **facts))
     names = [name for name in a.names if name in b]
     if not names:
-        begins = f"they begin with {a.names[:2]} and {b.names[:2]}"
-        raise TraceError(f"{a.path} and {b.path} have no sequence of the same name; {begins}")
+        raise TraceError(refusal("no_common_name", a=a, b=b, names=a.names[:2], others=b.names[:2]))
     return names
 
 

@@ -50,20 +50,15 @@ class PackedSequences(PackedSeqParams):
 
         ``cu_seqlens`` is on the host, so that nothing is read from ``device``, where the model takes the results.
         """
-        bounds = to_device(cu_seqlens.to(torch.int32), device)
         buckets = length_buckets(cu_seqlens)
+        columns = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        columns = columns if cp_size > 1 else columns[:2]
+        fields: dict[str, Any] = dict.fromkeys(columns, to_device(cu_seqlens.to(torch.int32), device))
         longest = max((bucket.size(1) for bucket in buckets), default=0)
-        padded: dict[str, Any] = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
-        return PackedSequences(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            **padded,
-            length_buckets=tuple(to_device(bucket, device) for bucket in buckets),
-            from_ranks=to_device(zigzag_inverse(cu_seqlens, cp_size), device) if cp_size > 1 else None,
-        )
+        fields |= {"max_seqlen_q": longest, "max_seqlen_kv": longest, "qkv_format": "thd"}
+        on_device = tuple(to_device(bucket, device) for bucket in buckets)
+        from_ranks = to_device(zigzag_inverse(cu_seqlens, cp_size), device) if cp_size > 1 else None
+        return PackedSequences(**fields, length_buckets=on_device, from_ranks=from_ranks)
 
 
 def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:

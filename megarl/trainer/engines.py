@@ -85,18 +85,10 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     if fleet is None and isinstance(transport, SharedMemory) and transport.gpu in settings.gpus:
         helper = Helper(transport, Path(config.model.path))
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
-    return SGLangEngine(
-        urls,
-        read_json(Path(config.model.path) / "config.json"),
-        fleet=fleet,
-        helper=helper,
-        agree=lambda failure: distributed.fail_together(failure, "the weight update"),
-        settings=settings,
-        api_key=key,
-        form=WeightForm(DTYPES[config.rollout.dtype], fp8),
-        reread=config.rollout.reread,
-        tell=tell,
-    )
+    agree = partial(distributed.fail_together, action="the weight update")
+    options: Any = {"fleet": fleet, "helper": helper, "agree": agree, "settings": settings, "api_key": key}
+    options |= {"form": WeightForm(DTYPES[config.rollout.dtype], fp8), "reread": config.rollout.reread, "tell": tell}
+    return SGLangEngine(urls, read_json(Path(config.model.path) / "config.json"), **options)
 
 
 def _api_key(config: Config) -> str | None:
@@ -179,41 +171,27 @@ def _make_fleet(
         node = nodes.index(dist.get_rank())
         folder = folder / f"node{node}"
         tell = tell if node == 0 else lambda line: print(printable(f"node {node}: {line}"), file=sys.stderr, flush=True)
-    source = Path(config.model.path)
     copies = folder / "spare" if settings.spare_weights == "disk" else settings.spare_weights
     copies = folder / "weights" if isinstance(transport, Disk) else copies
-    return Fleet(
-        specs=[] if settings.urls else server_specs(config, host, key, folder),
-        urls=settings.urls,
-        api_key=key,
-        routes=servers_record(config),
-        nucleus=config.rollout.top_p < 1,
-        source=source,
-        served=_served_model(config, folder),
-        transport=transport,
-        settings=settings,
-        copies=copies,
-        tell=tell,
-    )
+    specs = [] if settings.urls else server_specs(config, host, key, folder)
+    options: Any = {"settings": settings, "api_key": key, "routes": servers_record(config), "copies": copies}
+    options |= {"nucleus": config.rollout.top_p < 1, "source": Path(config.model.path), "tell": tell}
+    return Fleet(specs=specs, urls=settings.urls, served=_served_model(config, folder), transport=transport, **options)
 
 
 def server_specs(config: Config, host: str, key: str | None, folder: Path) -> list[ServerSpec]:
     """Return the ``sglang.servers`` servers of one node, on free ports, with logs in ``folder``."""
     settings, model = config.sglang, _served_model(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
+    options: Any = settings.model_dump(include={"python", "tp", "mem_fraction", "max_total_tokens"})
+    options |= {"dtype": SERVER_DTYPES[config.rollout.dtype], "host": host, "api_key": key}
+    options |= {"routes": servers_record(config)}
     return [
         ServerSpec(
             model_path=model,
-            python=settings.python,
-            dtype=SERVER_DTYPES[config.rollout.dtype],
-            host=host,
-            tp=settings.tp,
+            **options,
             gpus=tuple(settings.gpus[index * settings.tp : (index + 1) * settings.tp]) or None,
-            mem_fraction=settings.mem_fraction,
-            max_total_tokens=settings.max_total_tokens,
             log_file=folder / f"server{index}.log",
-            routes=servers_record(config),
-            api_key=key,
             extra_args=(
                 *(["--trust-remote-code"] if config.model.trust_remote_code and find_tokenizer_code(model) else []),
                 *(["--load-format", "dummy"] if model != Path(config.model.path) else []),

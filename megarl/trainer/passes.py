@@ -207,11 +207,8 @@ def _compare_routes(
     all_counts = np.concatenate(counts)
     uses = (("router", 0), ("router/native", -1))
     flips = [Disagreement.of(all_counts[..., column], topk).stats(prefix) for prefix, column in uses]
-    native_routes = None
-    if plan.writes_traces:
-        own_choice = recording.native if replays else recording.routes
-        native_routes = own_choice if layers else mini.engine_routes
-    return native_routes, flips
+    own_choice = (recording.native if replays else recording.routes) if layers else mini.engine_routes
+    return own_choice if plan.writes_traces else None, flips
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,12 +87,10 @@ class Tables(Table):
         """[credit] with its defaults resolved; ConfigError for parts that contradict each other."""
         table = self.credit
         estimated = self.sampling.rule == "ada_est" and self.sampling.uses_credit
-        default_eps = self.estimate.eps if estimated else 0.0
-        return Credit(
-            **table.model_dump(exclude={"scale", "rate_eps"}),
-            scale=table.scale or ("root_rate" if estimated else "none"),
-            rate_eps=default_eps if table.rate_eps is None else table.rate_eps,
-        )
+        scale, rate_eps = ("root_rate", self.estimate.eps) if estimated else ("none", 0.0)
+        rate_eps = rate_eps if table.rate_eps is None else table.rate_eps
+        fields = table.model_dump(exclude={"scale", "rate_eps"})
+        return Credit(**fields, scale=table.scale or scale, rate_eps=rate_eps)
 
     @property
     def benchmarks(self) -> tuple[str, ...]:

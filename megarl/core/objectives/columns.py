@@ -70,13 +70,11 @@ class TokenColumns:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool: give loss_mask.bool()")
         for name, column in (*columns.items(), ("cu_seqlens", self.cu_seqlens)):
             if column.device != logprobs.device:
-                remedy = f"give {name}.to(logprobs.device)"
-                raise ValueError(f"{name} is on {column.device}, logprobs on {logprobs.device}: {remedy}")
-        if self.topk is not None and not (
-            self.topk.logprobs.shape == self.topk.rollout_logprobs.shape
-            and self.topk.logprobs.shape[:1] == self.topk.has_token.shape == logprobs.shape
-        ):
-            raise ValueError(f"topk has other shapes than [T, K] and [T], with T = {logprobs.numel()}")
+                raise ValueError(refusal("column_elsewhere", name=name, column=column, logprobs=logprobs))
+        if (topk := self.topk) is not None:
+            are_rows = topk.logprobs.shape[:1] == topk.has_token.shape == logprobs.shape
+            if not are_rows or topk.logprobs.shape != topk.rollout_logprobs.shape:
+                raise ValueError(f"topk has other shapes than [T, K] and [T], with T = {logprobs.numel()}")
         if not self.cu_seqlens.is_cuda:  # on a GPU ``prepare`` checks them with the values: one wait instead of two
             ratios.check_cu_seqlens(self.cu_seqlens, logprobs.numel())
 

@@ -181,8 +181,7 @@ def policy_loss(
     """
     objective = find_objective(objective)
     result = coefficients(objective, columns, denominators, facts=facts)
-    logprobs = torch.where(result.values != 0, columns.logprobs, 0.0)
-    loss = -(result.values.detach() * logprobs).sum()
+    loss = -(result.values.detach() * torch.where(result.values != 0, columns.logprobs, 0.0)).sum()
     if result.entropy is not None:
         if entropies is None:
             raise ConfigError(refusal("bonus_without_entropies", objective=objective))

@@ -131,8 +131,7 @@ def sum_factor(factor: Factor, state: TokenState, ratios: PolicyRatios, exponent
     values = _clamp(factor_values(factor, state, ratios, exponent), factor).double()
     shares = state.keep.double()
     if factor.scope != "token":
-        lengths = aggregate("sequence_sum", shares, state.keep, state.cu_seqlens)
-        shares = shares / lengths.clamp(min=1)
+        shares = shares / aggregate("sequence_sum", shares, state.keep, state.cu_seqlens).clamp(min=1)
     return torch.stack([(values * shares).sum(), shares.sum()])
 
 

@@ -93,9 +93,7 @@ def objective_slope(pass_rates: Numbers, objective: str) -> np.ndarray:
         return np.ones_like(rates)
     if kind == "arcsin":
         return 1 / np.sqrt(rates * (1 - rates))
-    if kind == "power":
-        return exponent * rates ** (exponent - 1)
-    return 1 / rates
+    return exponent * rates ** (exponent - 1) if kind == "power" else 1 / rates
 
 
 def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) -> np.ndarray:

@@ -254,8 +254,7 @@ def draw(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """
     cdf = logprobs.double().exp().cumsum(dim=-1)
     # Less than the total: u <= 1 - 2**-53 takes away at least half of the distance to the next smaller number.
-    target = uniforms[:, None] * cdf[:, -1:]
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
+    return torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0]
 
 
 class Noise:

@@ -122,8 +122,7 @@ def parse_answer(
     finish = _find_end(request, parsed, params, bounds) if aborted else _FINISH.get(meta.finish_reason.type)
     fault = next(_find_faults(request, parsed, version, rid, params, bounds), None)
     if fault is not None or finish is None:
-        reason = f"the server finished with {meta.finish_reason.type}, expected stop or length"
-        raise RolloutError(f"{label}: {fault or reason}")
+        raise RolloutError(f"{label}: {fault or refusal('finish', finish=meta.finish_reason)}")
     output, num_prompt = np.array(parsed.output_ids, np.int32), len(request.prompt_tokens)
     checked = _require_logprobs(logprobs, label)
     tokens = np.concatenate([request.prompt_tokens, output], dtype=np.int32)

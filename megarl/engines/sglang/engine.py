@@ -62,14 +62,10 @@ class SGLangEngine(Engine):
         all_sparse = config.get("model_type") in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe")
         if all_sparse and self._shape.dense_layers:
             raise ConfigError(refusal("sparse_qwen", layers=self._shape.moe_layers, num=self._shape.num_layers))
-        ends = config.get("eos_token_id")
-        self._bounds = Bounds(
-            int(config.get("vocab_size") or 1 << 31),
-            int(config.get("max_position_embeddings") or 1 << 30),
-            frozenset([] if ends is None else np.ravel(ends).tolist()),
-            find_indexers(config) if config.get("index_topk") else (),
-            config.get("index_topk") or 0,
-        )
+        sizes = int(config.get("vocab_size") or 1 << 31), int(config.get("max_position_embeddings") or 1 << 30)
+        ends, topk = config.get("eos_token_id"), config.get("index_topk") or 0
+        end_tokens = frozenset([] if ends is None else np.ravel(ends).tolist())
+        self._bounds = Bounds(*sizes, end_tokens, find_indexers(config) if topk else (), topk)
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._form, self._reread = form or WeightForm(torch.bfloat16), reread
         self.receives_weights = fleet is not None or helper is not None

@@ -32,8 +32,7 @@ def request(http: httpx.Client, method: str, path: str, body: Any, timeout_s: fl
     """Return the answer to a request, read up to MAX_BYTES; httpx.HTTPError without an answer, DataError for a wrong
     answer."""
     with http.stream(method, path, json=body, timeout=timeout_s, headers=UNPACKED, follow_redirects=False) as answer:
-        source = str(answer.url)
-        content = join_body(answer.status_code, answer.headers, answer.iter_raw(), source, MAX_BYTES)
+        content = join_body(answer.status_code, answer.headers, answer.iter_raw(), str(answer.url), MAX_BYTES)
     headers = {name: answer.headers[name] for name in ("content-type",) if name in answer.headers}
     return httpx.Response(answer.status_code, headers=headers, content=content, request=answer.request)
 

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError, refusal, reworded
 from megarl.files.hf_config import find_quantization
+from megarl.files.texts import read_table
 from megarl.models.hf_folder import read_json
 
 Version = tuple[int, int, int]
@@ -72,7 +72,7 @@ def parse_version(text: str) -> Version:
     return int(match[1]), int(match[2]), int(match[3])
 
 
-TABLE = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
+TABLE = read_table(__file__, "releases.toml")
 FAULTS = [Fault(name, **fields) for name, fields in TABLE["faults"].items()]
 
 

@@ -1,12 +1,14 @@
 """Arithmetic for a model: one expression in, one number out, in bounded time and memory."""
 
 import ast
+import builtins
 import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
 from megarl.engines.tools.protocol import ToolResult
+from megarl.files.texts import read_table
 
 MAX_LENGTH = 1000
 """Characters of an expression. With MAX_BITS, the length bounds the time to a few milliseconds."""
@@ -17,27 +19,15 @@ MAX_DEPTH = 50
 
 Number = int | float
 
-_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
+_TABLE = read_table(__file__)
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    getattr(ast, node): getattr(operator, function) for node, function in _TABLE["operators"].items()
 }
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
-    **{name: (getattr(math, name), 1, 1) for name in ("ceil", "cos", "exp", "floor", "sin", "sqrt", "tan")},
-    "abs": (abs, 1, 1),
-    "gcd": (math.gcd, 2, 2),
-    "log": (math.log, 1, 2),
-    "max": (max, 2, MAX_LENGTH),
-    "min": (min, 2, MAX_LENGTH),
-    "round": (round, 1, 1),
+    name: (getattr(builtins, name, None) or getattr(math, name), *bounds)
+    for name, bounds in _TABLE["functions"].items()
 }
-"""Function, least and most arguments. ``round`` has no digits: ``round(5, -10**9)`` would take forever."""
+"""Function, least and most arguments."""
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 

@@ -23,12 +23,13 @@ import secrets
 import shutil
 import struct
 import subprocess
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.errors import ConfigError, RolloutError, refusal, reworded
+from megarl.files.texts import read_table
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 MEMORY_EXIT = 86
@@ -36,15 +37,10 @@ MEMORY_EXIT = 86
 _MAX_OPEN_FILES = 256
 _MAX_SIGNALS = 1024
 """Pending signals and timers."""
-_ENVIRONMENT = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    **dict.fromkeys(("HOME", "TMPDIR"), "/tmp"),
-    **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-}
 """All variables of the code: no variable of this process; libraries use a single thread."""
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text("utf-8"))
+_TABLE = read_table(__file__, "system_calls.toml")
 _CLONE3 = 435
 _FIRST_UNKNOWN = 470
 """Later calls fail as in a kernel without these calls, so that libc falls back to older calls."""
@@ -119,15 +115,11 @@ class Sandbox:
             wrapper = [self.bwrap, *_namespaces(), *self._files()]
             wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(filter_fd), "--"]
             program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
-            process = subprocess.Popen(
-                [*wrapper, self.interpreter, *program],
-                stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), child),
-                stdout=output_end,
-                stderr=output_end,
-                pass_fds=[status_end, ready_end, owner_fd, filter_fd],
-                env=_ENVIRONMENT,
-                start_new_session=True,
-            )
+            code_fd = _close_with(_make_sealed_file(code.encode("utf-8", "replace")), child)
+            files: dict[str, Any] = {"stdin": code_fd, "stdout": output_end, "stderr": output_end}
+            files |= {"pass_fds": [status_end, ready_end, owner_fd, filter_fd]}
+            words = [*wrapper, self.interpreter, *program]
+            process = subprocess.Popen(words, env=_TABLE["environment"], start_new_session=True, **files)
             host.pop_all()
             return Child(process, output_fd, status_fd)
 
@@ -136,10 +128,8 @@ class Sandbox:
         args = ["--perms", "1777", "--size", str(self.limits.scratch_bytes), "--tmpfs", "/tmp"]
         args += ["--ro-bind", "/usr", "/usr"]
         for folder in ("/bin", "/sbin", "/lib", "/lib64"):
-            if os.path.islink(folder):
-                args += ["--symlink", os.readlink(folder), folder]
-            else:
-                args += ["--ro-bind-try", folder, folder]
+            is_link = os.path.islink(folder)
+            args += ["--symlink", os.readlink(folder), folder] if is_link else ["--ro-bind-try", folder, folder]
         shown = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", *self.readable)
         parents = {str(parent) for path in shown for parent in Path(path).parents} - {"/", "/tmp"}
         for parent in sorted(parents):  # bubblewrap would make folders that only the owner can read

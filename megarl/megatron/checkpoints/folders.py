@@ -126,8 +126,7 @@ def publish(path: Path, run: str, files: "Files", keep: int, keep_every: int) ->
         complete = complete_checkpoints(path.parent)
         for old in (old for step, old in complete[:-keep] if old != path and (not keep_every or step % keep_every)):
             if foreign := _find_foreign(old, saved_files(old, run)):
-                reason = f"it is or holds {foreign[0]}, which this run did not save"
-                warnings.warn(f"{old} stays although checkpoint.keep is {keep}: {reason}", stacklevel=2)
+                warnings.warn(refusal("kept_checkpoint", old=old, keep=keep, foreign=foreign[0]), stacklevel=2)
                 continue
             # remains after a kill are no checkpoint
             _remove_partial(old.rename(partial_of(old)))

@@ -147,9 +147,7 @@ def _operand(tensor: Tensor) -> Tensor:
 def _product(first: Tensor, second: Tensor, out: Any = None, adds: bool = False) -> Tensor:
     """left @ right, accumulated and returned in fp32; ``adds``: added to ``out``, in the product's own pass over it."""
     more: dict[str, Any] = {} if first.dtype == torch.float32 else {"out_dtype": torch.float32}
-    if adds:
-        return torch.addmm(out, first, second, out=out, **more)
-    return torch.mm(first, second, out=out, **more)
+    return torch.addmm(out, first, second, out=out, **more) if adds else torch.mm(first, second, out=out, **more)
 
 
 class _Block(NamedTuple):
@@ -304,7 +302,6 @@ def _fold(largest: Tensor, sums: Tensor, logits: Tensor) -> None:
 def _rescale(old: Tensor, sums: Tensor, new: Tensor) -> None:
     """Make sums relative to maximum ``old`` [R] relative to ``new``; ``old`` is -inf where there was no logit yet."""
     shift = torch.where(torch.isneginf(old), 0.0, old - new)
-    has_logit = (~torch.isneginf(old)).float()
-    scale = shift.exp() * has_logit
+    scale = shift.exp() * (~torch.isneginf(old)).float()
     sums[1].mul_(scale).add_(shift * scale * sums[0])
     sums[0].mul_(scale)

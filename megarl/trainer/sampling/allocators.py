@@ -40,8 +40,7 @@ class AdaEst:
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
         """Return the number of samples by prompt; the sum is prompts_per_step * group_size."""
-        indices = [prompt.index for prompt in prompts]
-        self._last_rates = rates = self._estimator.rates(indices)
+        self._last_rates = rates = self._estimator.rates([prompt.index for prompt in prompts])
         estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
         total, bounds = size * len(prompts), (estimate.min_samples, sampling.max_samples)
         counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)

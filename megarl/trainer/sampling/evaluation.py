@@ -13,7 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import iscoroutinefunction
 from pathlib import Path
@@ -302,14 +302,9 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
     if name == "calculator":
         return CalculatorTool()
     if name == "python":
-        limits = Limits(
-            wall_s=config.python_s,
-            cpu_s=max(1, round(config.python_s)),
-            memory_bytes=config.python_memory_mb << 20,
-            num_processes=config.python_processes,
-            output_bytes=config.python_output_kb << 10,
-        )
-        return PythonTool(limits)
+        limits = Limits(config.python_s, max(1, round(config.python_s)), num_processes=config.python_processes)
+        sizes = {"memory_bytes": config.python_memory_mb << 20, "output_bytes": config.python_output_kb << 10}
+        return PythonTool(replace(limits, **sizes))
     tool: Tool = call_own("environment.tools", load_plug("environment.tools", name, "calculator, python"))
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")

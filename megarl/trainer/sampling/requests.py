@@ -111,5 +111,4 @@ class BackgroundSampling:
 
 def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: int) -> int:
     """Return the seed of a response of a run, independent of the drawing rank."""
-    words = np.random.SeedSequence([run_seed, purpose, step, group, sample]).generate_state(1, np.uint64)
-    return int(words[0])
+    return int(np.random.SeedSequence([run_seed, purpose, step, group, sample]).generate_state(1, np.uint64)[0])

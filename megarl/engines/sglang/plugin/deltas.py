@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, refusal
 
 FORMAT = "megarl_delta_1"
 """``load_format`` of a message. A server with the plugin answers an empty message with this word."""
@@ -122,10 +122,7 @@ class Bases:
         else:
             old, checksum = self._held.get(entry.name, (None, None))
             if old is None or checksum != entry.old_checksum:
-                raise WeightSyncError(
-                    f"{entry.name}: a delta from bytes with checksum {entry.old_checksum}, but the server holds "
-                    f"{checksum}: send everything"
-                )
+                raise WeightSyncError(refusal("delta_of_others", entry=entry, checksum=checksum))
             piece[:] = old
             positions, values = _read_positions(entry, data)
             piece.view(entry.unit)[positions] = values.view(entry.unit)
@@ -156,8 +153,7 @@ def pack(places: Sequence[Any], flat: Any) -> bytes:
         SimpleNamespace(name=name, shape=list(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
         for name, dtype, shape, start, end in places
     ]
-    content = {"flattened_tensor": flat, "metadata": metadata}
-    return pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps({"flattened_tensor": flat, "metadata": metadata}, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def repack(bases: Bases, message: bytes) -> tuple[bytes, str]:

@@ -83,14 +83,8 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device, timeout_s:
     joins, first = [], 1
     for sender in senders:
         sender.group = group
-        body = {
-            "master_address": url_host(group.address),  # the form for a URL
-            "master_port": group.port,
-            "rank_offset": first,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
+        place = {"master_address": url_host(group.address), "master_port": group.port, "rank_offset": first}
+        body = {**place, "world_size": group.world_size, "group_name": group.name, "backend": group.backend}
         # The trainer gives up first: waiting servers join no second group before that.
         joins.append(in_thread(partial(sender.post, "init_weights_update_group", body, 2 * timeout_s)))
         first += sender.tp
@@ -138,17 +132,10 @@ class BroadcastGroup:
         self._use_device()
         # Not the store itself, which must end at once with the group: waiting servers then give up.
         store = dist.TCPStore(self.address, self.port, self.world_size, is_master=False, timeout=self._timeout)
-        options: dict[str, Any] = {"group_name": self.name}  # a type that older releases of torch lack
-        self._group, _ = _new_process_group_helper(
-            self.world_size,
-            0,
-            [],
-            Backend(self.backend),
-            PrefixStore(self.name, store),
-            backend_options=None,
-            timeout=self._timeout,
-            **options,
-        )
+        # Any: older releases of torch lack the type of the name.
+        options: dict[str, Any] = {"group_name": self.name, "backend_options": None, "timeout": self._timeout}
+        ends = Backend(self.backend), PrefixStore(self.name, store)
+        self._group, _ = _new_process_group_helper(self.world_size, 0, [], *ends, **options)
         _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 
     def broadcast(self, flat: torch.Tensor, *servers_receive: Future[None]) -> None:
