@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import httpx
 import psutil
@@ -89,9 +89,10 @@ class Server:
                 log.write(f"megarl: starting {shlex.join(server_command)}\n".encode())
                 log.flush()
                 self._log_start = log.tell()
-                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 words, env = [*reaper, *server_command], environment(self.spec)
-                self._process = subprocess.Popen(words, env=env, start_new_session=True, **streams)
+                self._process = subprocess.Popen(
+                    words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
 
     def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
         """Return when the server has generated a token; RolloutError with the end of the log at the deadline, or if

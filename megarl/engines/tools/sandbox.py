@@ -26,7 +26,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import ConfigError, RolloutError, refusal, reworded
 from megarl.files.texts import read_table
@@ -116,10 +115,11 @@ class Sandbox:
             wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(filter_fd), "--"]
             program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
             code_fd = _close_with(_make_sealed_file(code.encode("utf-8", "replace")), child)
-            files: dict[str, Any] = {"stdin": code_fd, "stdout": output_end, "stderr": output_end}
-            files |= {"pass_fds": [status_end, ready_end, owner_fd, filter_fd]}
-            words = [*wrapper, self.interpreter, *program]
-            process = subprocess.Popen(words, env=_TABLE["environment"], start_new_session=True, **files)
+            argv, env = [*wrapper, self.interpreter, *program], _TABLE["environment"]
+            fds = [status_end, ready_end, owner_fd, filter_fd]
+            process = subprocess.Popen(
+                argv, env=env, stdin=code_fd, stdout=output_end, stderr=output_end, pass_fds=fds, start_new_session=True
+            )
             host.pop_all()
             return Child(process, output_fd, status_fd)
 
