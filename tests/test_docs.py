@@ -9,18 +9,18 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import preloaded
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import generated_pages
+import preloaded
 
 from megarl.cli import main
 from megarl.commands import COMMANDS
 from megarl.files.hf_config import FAMILIES, LACKING
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import generated_pages
-
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 

@@ -1,7 +1,9 @@
-"""Writes the generated pages of docs/ anew, and says which have changed: python tools/generated_pages.py [--check] [PAGE ...]
+"""Writes the generated pages of docs/ anew, and says which have changed.
 
-With --check nothing is written, and the exit code is 1 if a page is not what its tool gives. Generators read the code and
-recorded rows, and measure nothing. MEASURED lists what needs a measurement, with its command.
+    python tools/generated_pages.py [PAGE ...]            # all without a name; `make docs` runs this
+    python tools/generated_pages.py --check [PAGE ...]    # writes nothing; 1 if a page is not what its tool gives
+
+The tools read the code and recorded rows, and measure nothing. MEASURED lists what needs a measurement.
 """
 
 import argparse
@@ -32,8 +34,10 @@ MEASURED = {
     "replay_loops.md": "tools/replay_matrix.py --loops --out docs/replay_loops.md: 15 minutes",
     "replay_matrix.md": "tools/replay_matrix.py --out docs/replay_matrix.md: an hour",
 }
-"""What is measured and therefore not made anew: the command, and what it needs. The rows behind families.md, neighbours.md
-and version_matrix.md are measured too (the same tools, without the flag); their pages are made anew from these rows."""
+"""What is measured and therefore not made anew: the command, and what it needs.
+
+The rows behind families.md, neighbours.md and version_matrix.md are measured too, by the same tools without the flag.
+"""
 
 
 def words_for(name: str, out: Path) -> list[str]:
@@ -72,9 +76,8 @@ def main(words: Sequence[str] | None = None) -> int:
             old = page.read_text("utf-8") if page.is_file() else ""
             if old != text:
                 num_changed += 1
-                print(
-                    f"docs: {'not what its tool gives' if given.check else 'changed'}: {page} ({changed_lines(old, text)})"
-                )
+                verb = "not what its tool gives" if given.check else "changed"
+                print(f"docs: {verb}: docs/{name} ({changed_lines(old, text)})")
                 if not given.check:
                     page.write_text(text, "utf-8")
     if not given.pages:
