@@ -97,6 +97,12 @@ def calm_metrics() -> Mapping[str, float]:
     return metrics
 
 
+def run_of(check: Check, *steps: dict[str, float]) -> list[dict[str, Any]]:
+    """The records of ten calm steps and then these, with all metrics of the check."""
+    calm = {name: calm_metrics()[name] for name in check.metrics} | SPEAKS_WHERE.get(check.name, {})
+    return run(*[calm | metrics for metrics in [{}] * 10 + [*steps]], calm=0)
+
+
 def test_a_calm_run_has_no_verdict() -> None:
     assert judge_run([row | {**calm_metrics()} for row in run(calm=200)]) == []
     assert judge_run([]) == []
@@ -122,7 +128,7 @@ def steps_to(check: Check, score: float, nudge: float) -> list[dict[str, float]]
     is_itself = (quarter, half) == (0.25, 0.5)
     value = (score if is_itself else score + nudge) * (1.0 if check.against == "limits" else usual)
     changed = value if is_itself else 0.25 + (value - quarter) / ((half - quarter) * 4)
-    return [SPEAKS_WHERE.get(check.name, {}) | {metric: changed}] * 7
+    return [{metric: changed}] * 7
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=NAMES)
@@ -132,7 +138,7 @@ def test_a_check_speaks_at_its_limits_and_not_before(check: Check) -> None:
     for limit, at, before in zip(limits, ("warning", "alarm"), (None, "warning"), strict=False):
         small = 1 if check.against == "streak" else abs(limit) * 1e-9 + 1e-9
         for score, expected in ((limit, at), (limit - beyond * small, before)):
-            records = run(*steps_to(check, score, beyond * small / 2))
+            records = run_of(check, *steps_to(check, score, beyond * small / 2))
             assert levels(records, **only(check.name)).get(check.name) == expected, (score, limit)
 
 
@@ -295,8 +301,7 @@ def test_a_pass_rate_that_falls_is_told_from_noise() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_an_alarm_at_once(name: str, value: float) -> None:
     check = next(check for check in CHECKS if check.name == name)
-    changed = SPEAKS_WHERE.get(name, {}) | {check.metrics[0]: value}
-    (verdict,) = judge_run(run(changed), HealthConfig(**only(name)))
+    (verdict,) = judge_run(run_of(check, {check.metrics[0]: value}), HealthConfig(**only(name)))
     assert verdict.level == "alarm"
     assert verdict.since == 11
     assert verdict.found.endswith(f": found {value}")
