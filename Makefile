@@ -43,7 +43,7 @@ help:
 	@echo "make test-pythons a fast part of the tests with the newest Python up to 3.13 that the machine has, less with those between"
 	@echo "make test-sglang those against real SGLang servers"
 	@echo "make test-verl   those of megarl's objectives in the real verl"
-	@echo "make docs        build the documentation into build/site; a broken link or anchor fails"
+	@echo "make docs        write the generated pages anew, build the documentation into build/site; a broken link fails"
 	@echo "make check       lint, format, types, floors, plain words"
 	@echo "make mutation    whether the tests notice a changed operator or number (core, and samples elsewhere)"
 	@echo "make format      let ruff put the code in order"
@@ -113,7 +113,7 @@ check: setup
 # With --quiet, warnings would not be counted, and --strict would let broken links pass.
 docs: setup
 	$(SETUP) docs
-	@$(BIN)/python tools/config_doc.py && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict && echo "docs: build/site/index.html"
+	@$(BIN)/python tools/generated_pages.py && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict && echo "docs: build/site/index.html"
 
 mutation: setup
 	@$(BIN)/python tools/mutate.py

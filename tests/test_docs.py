@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import preloaded
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import generated_pages
+import preloaded
 
 from megarl.cli import main
 from megarl.commands import COMMANDS
 from megarl.files.hf_config import FAMILIES, LACKING
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
@@ -36,19 +39,35 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}: no such heading"
 
 
-def test_the_version_matrix_is_what_was_measured(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "tools" / "version_matrix.py"), "--releases", "--out", str(tmp_path / "page")]
-    done = preloaded.run(words, timeout=3600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "page").read_text() == (ROOT / "docs" / "version_matrix.md").read_text()
-
-
-def test_the_families_page_is_what_was_measured_and_lists_every_family(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "tools" / "families.py"), "--only", "--out", str(tmp_path / "page")]
+@pytest.mark.parametrize("name", generated_pages.PAGES)
+def test_a_generated_page_is_what_its_tool_gives(name: str, tmp_path: Path) -> None:
+    words = generated_pages.words_for(name, tmp_path / "page")
     done = preloaded.run(words, timeout=3600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (tmp_path / "page").read_text() == (ROOT / "docs" / name).read_text(), "run make docs"
+
+
+def test_every_page_that_a_tool_writes_is_made_anew_or_measured() -> None:
+    says = re.compile(r"(?:Generated|Written) by [^\n]*tools/\w+\.py|writes this page")
+    pages = {path.name for path in PAGES if says.search(path.read_text()) and path.name != "log.md"}
+    measured = {*generated_pages.MEASURED}
+    assert pages == {*generated_pages.PAGES} | (measured & pages)
+    assert all((ROOT / "docs" / name).is_file() for name in measured)
+
+
+def test_a_stale_page_fails_the_check_and_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated_pages, "DOCS", tmp_path)
+    page, whole = tmp_path / "config.md", (ROOT / "docs" / "config.md").read_text()
+    page.write_text(whole.replace("## [train]", "## [trein]"))
+    assert generated_pages.main(["--check", "config.md"]) == 1
+    assert "[trein]" in page.read_text()
+    assert generated_pages.main(["config.md"]) == 0
+    assert page.read_text() == whole
+    assert generated_pages.main(["--check", "config.md"]) == 0
+
+
+def test_the_families_page_lists_every_family() -> None:
     page = (ROOT / "docs" / "families.md").read_text()
-    assert (tmp_path / "page").read_text() == page, "run .venv/bin/python tools/families.py --only"
     families, refused = (
         page.partition(f"## {head}")[2].partition("## ")[0] for head in ("Model types", "What remains")
     )
@@ -71,11 +90,6 @@ def test_the_site_has_every_page_once() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-
-
-def test_every_key_is_documented_as_the_code_has_it() -> None:
-    page = runpy.run_path(str(ROOT / "tools" / "config_doc.py"))["page"]()
-    assert (ROOT / "docs" / "config.md").read_text() == page, "run .venv/bin/python tools/config_doc.py"
 
 
 PROGRAM = re.compile(r"\s*(?:\$ )?(?:\S*/)?(?:megarl|(?:torchrun|python)\S*(?: [^#]*)? -m megarl\.cli) (?P<words>.*)")

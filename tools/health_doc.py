@@ -1,11 +1,8 @@
-"""Writes docs/health.md from the checks and their default limits: python tools/health_doc.py [--check]
-
-With --check it writes nothing and exits with 1 if the file is not what they give.
-"""
+"""Writes docs/health.md from the checks and their default limits: python tools/health_doc.py [--out FILE]"""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from megarl.config.tables.health import FALLING, HealthConfig
@@ -86,13 +83,11 @@ def _section(check: Check) -> str:
     return f"### {check.name}\n\n- Metrics: {metrics}\n- Cause: {check.cause}.\n- Advice: {check.advice}."
 
 
-def main() -> int:
-    text = document()
-    if "--check" in sys.argv[1:]:
-        return int(TARGET.read_text(encoding="utf-8") != text)
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=TARGET)
+    parser.parse_args().out.write_text(document(), "utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -55,6 +55,7 @@ SCORED = {
     "packing": "packing turns",
     "sampling/collector": "collector credit_assignment",
     "sampling/credit_assignment": "credit_assignment",
+    "sampling/window": "window",
     "choices/parts": "parts table functions",
     "choices/records": "parts functions",
 }

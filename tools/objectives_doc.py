@@ -1,14 +1,11 @@
-"""Writes docs/objectives.md from the table of objectives: python tools/objectives_doc.py [--check]
-
-With --check it writes nothing and exits with 1 if the file is not what the table gives.
-"""
+"""Writes docs/objectives.md from the table of objectives: python tools/objectives_doc.py [--out FILE]"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 
 from megarl.core.choices import parts
@@ -461,19 +458,11 @@ def document() -> str:
     return "\n".join([INTRODUCTION, rows(), OWN, all_parts(), NOTES])
 
 
-def main() -> int:
-    text = document()
-    if sys.argv[1:] == ["--check"]:
-        same = TARGET.is_file() and TARGET.read_text() == text
-        if not same:
-            print(f"{TARGET} is not what the table gives: run python tools/objectives_doc.py", file=sys.stderr)
-        return 0 if same else 1
-    if sys.argv[1:]:
-        print(__doc__, file=sys.stderr)
-        return 2
-    TARGET.write_text(text)
-    return 0
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=TARGET)
+    parser.parse_args().out.write_text(document(), "utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

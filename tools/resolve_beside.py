@@ -249,6 +249,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="neighbours to ask for; all without a name")
     parser.add_argument("--page", action="store_true", help="write the page alone")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page")
     given = parser.parse_args()
     found = neighbours()
     if unknown := set(given.names) - set(found):
@@ -260,8 +261,8 @@ def main() -> int:
     except ResolverError as error:
         print(f"resolve_beside: error: {error}", file=sys.stderr)
         return 2
-    PAGE.write_text(page(found, read_answers(found)))
-    print(f"written: {PAGE.relative_to(ROOT)}")
+    given.out.write_text(page(found, read_answers(found)))
+    print(f"written: {given.out}")
     return 0
 
 

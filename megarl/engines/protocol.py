@@ -117,7 +117,8 @@ class Engine(Protocol):
     receives_weights: bool = True
     """Whether this rank needs the tensors of an update; the other ranks only help to gather the tensors."""
     answer_counts: Mapping[str, int] = MappingProxyType({})
-    """Counts of this rank, which the trainer clears once it has read them; empty without servers.
+    """Counts of this rank, which the trainer clears once it has read them; empty without servers. The trainer cannot
+    clear a read-only mapping: metrics then count all answers so far.
 
     wrong_answers: refused answers, requested again. refused_requests: requests that a server did not serve (HTTP 408,
     413, 429, 5xx), sent again. retractions: how often servers dropped a request from memory, and read it again.

@@ -31,18 +31,31 @@ def largest(values: Collection[float]) -> float:
 
 
 def _largest(step: Step) -> float:
+    """Return the largest metric.
+
+    >>> _largest({"a": 1.0, "b": 3.0})
+    3.0
+    """
     return largest(step.values())
 
 
 def _are_zero(step: Step, fewest: int = 3) -> float | None:
-    """Return 1 if every value is 0, else 0; a mean reward of 0 may come from rewards that cancel out."""
+    """Return 1 if every value is 0, else 0; a mean reward of 0 may come from rewards that cancel out.
+
+    >>> _are_zero({"a": 0.0, "b": 0.0, "c": 0.0}), _are_zero({"a": 0.0, "b": 0.5, "c": 0.0}), _are_zero({"a": 0.0})
+    (1.0, 0.0, None)
+    """
     if len(step) < fewest:
         return None
     return next((value for value in step.values() if not math.isfinite(value)), float(not any(step.values())))
 
 
 def _contrast(step: Step, solved: bool = False) -> float | None:
-    """Return the share of prompts with contrast, if the step is (not) ``solved``; None if contrast is impossible."""
+    """Return the share of prompts with contrast, if the step is (not) ``solved``; None if contrast is impossible.
+
+    >>> _contrast({"reward/pass_rate": 0.5, "prompts/effective_ratio": 0.25})
+    0.25
+    """
     rate, mean = step.get("reward/pass_rate", 0.0), step.get("reward/mean", math.nan)
     share = step.get("prompts/effective_ratio")
     is_single = step.get("sampling/samples_per_prompt", math.inf) <= 1
@@ -51,16 +64,29 @@ def _contrast(step: Step, solved: bool = False) -> float | None:
 
 
 def _unsolved_entropy(step: Step) -> float | None:
+    """Return the entropy; None if the step is solved.
+
+    >>> _unsolved_entropy({"reward/pass_rate": 0.5, "rollout/entropy": 0.25})
+    0.25
+    """
     return None if step.get("reward/pass_rate", 0.0) >= SOLVED else step.get("rollout/entropy")
 
 
 def _flip(step: Step) -> float:
-    """Under r3 the experts in use agree by construction; the routers' own choice does not."""
+    """Under r3 the experts in use agree by construction; the routers' own choice does not.
+
+    >>> _flip({"router/native/flip": 0.25, "router/flip": 0.0})
+    0.25
+    """
     return step.get("router/native/flip", step.get("router/flip", math.nan))
 
 
 def _missing_rows(step: Step) -> float | None:
-    """Return the share beyond a token per response: no engine processes the last token."""
+    """Return the share beyond a token per response: no engine processes the last token.
+
+    >>> _missing_rows({"rollout/missing_rows_fraction": 0.5, "sampling/samples": 1.0, "sampling/tokens": 4.0})
+    0.25
+    """
     if (share := step.get("rollout/missing_rows_fraction")) is None or not math.isfinite(share):
         return share
     tokens = step.get("sampling/tokens", 0.0)
@@ -68,6 +94,11 @@ def _missing_rows(step: Step) -> float | None:
 
 
 def _idle(step: Step) -> float | None:
+    """Return the share of a step's time that no other metric explains.
+
+    >>> _idle({"time/train_s": 1.0, "time/step_s": 4.0})
+    0.75
+    """
     whole = step.get("time/step_s", 0.0)
     if "time/train_s" not in step or whole <= 0:
         return None
@@ -80,7 +111,7 @@ class Check:
 
     name: str
     metrics: tuple[str, ...]
-    """What it reads; a step without these metrics is not judged."""
+    """What it reads, the judged metric first; a step without these metrics is not judged."""
     subject: str
     """The subject of a verdict."""
     cause: str

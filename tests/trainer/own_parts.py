@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +40,19 @@ class CountingEngine:
         self._engine.converse(*words)
 
 
+class AnswerCountingEngine(CountingEngine):
+    """Counts a wrong answer in each session; the trainer cannot clear counts that are read-only."""
+
+    def __init__(self, engine: LocalEngine, tell: Callable[[str], None], are_readonly: bool) -> None:
+        super().__init__(engine, tell)
+        self._counts = Counter[str]()
+        self.answer_counts = MappingProxyType(self._counts) if are_readonly else self._counts
+
+    def converse(self, *words: Any) -> None:
+        self._counts["wrong_answers"] += 1
+        super().converse(*words)
+
+
 def make_counting_engine(config: Config, tell: Callable[[str], None]) -> CountingEngine:
     return CountingEngine(make_local_engine(config, tell), tell)
 
@@ -47,6 +62,12 @@ counting = EngineKind(make_counting_engine, routes=True)
 named = EngineKind("own_parts:make_counting_engine", routes=True)
 without_sets = EngineKind(make_counting_engine, routes=True, nucleus=True)
 without_routes = EngineKind(make_counting_engine)
+counts_cleared = EngineKind(
+    lambda config, tell: AnswerCountingEngine(make_local_engine(config, tell), tell, False), routes=True, server=True
+)
+counts_readonly = EngineKind(
+    lambda config, tell: AnswerCountingEngine(make_local_engine(config, tell), tell, True), routes=True, server=True
+)
 serving = EngineKind(make_counting_engine, routes=True, server=True, pauses=True)
 """Works while the trainer trains, as servers do, in a thread."""
 not_an_engine = 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import math
 import random
-import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from megarl.config.tables.health import FALLING, HealthConfig
 from megarl.core.metrics import finalize
 from megarl.core.objectives import OBJECTIVES, TokenColumns, coefficients
 from megarl.errors import ConfigError
+from megarl.files.texts import read_table
+from megarl.ops.report import series
 from megarl.run.metrics_log import read_metrics
-from megarl.watch.health import CHECKS, METRICS, Health, HealthVerdict, judge_run
+from megarl.watch import health as health_module
+from megarl.watch.health import CHECKS, METRICS, Check, Health, HealthVerdict, judge_run
 
-ROOT = Path(__file__).parents[2]
 RUNS = Path(__file__).with_name("health_runs")
 """Records of quickstarts, without the metrics that no check reads: as it is; with a reward that is always 0; with a
 learning rate of 8e-4, under which it forgets."""
@@ -38,33 +43,9 @@ CALM = {
 }
 CALM_MINI = {"grad_norm": 2.0, "tis/ess/fraction": 0.75, "tis/truncated": 0.0, "clip/high": 0.0, "clip/low": 0.0}
 CALM_MINI |= {"clip/both": 0.0, "clip/negative": 0.0, "clip/own": 0.0, "tis/kept_weight": 0.9375}
+SPEAKS_WHERE = {"solved_share": {"reward/pass_rate": 0.95}}
+"""Metrics without which a check says nothing."""
 ZERO = {"reward/mean": 0.0, "reward/pass_rate": 0.0, "prompts/effective_ratio": 0.0}
-READS = {
-    "contrast_share": ("prompts/effective_ratio", 1.0),
-    "reward_error_share": ("reward/error_fraction", 1.0),
-    "entropy_fall_ratio": ("rollout/entropy", 0.5),
-    "entropy_rise_ratio": ("rollout/entropy", 0.5),
-    "k3_nats": ("rollout/k3", 1.0),
-    "k3_ratio": ("rollout/k3", 0.00390625),
-    "ess_share": ("rollout/ess/fraction", 1.0),
-    "clipped_share": ("clip/low", 1.0),
-    "capped_share": ("tis/truncated", 1.0),
-    "weight_share": ("tis/kept_weight", 1.0),
-    "weight_excess": ("tis/kept_weight", 1.0),
-    "flip_share": ("router/native/flip", 1.0),
-    "flip_ratio": ("router/native/flip", 0.0625),
-    "stale_rows_share": ("routes/stale_rows_fraction", 1.0),
-    "reread_share": ("routes/reread_rows_fraction", 1.0),
-    "staleness_updates": ("rollout/staleness_mean", 1.0),
-    "length_ratio": ("response/length_mean", 64.0),
-    "truncated_share": ("response/truncated_fraction", 1.0),
-    "gradient_ratio": ("grad_norm", 2.0),
-}
-"""Checks of one metric: this metric, and what it is divided by in a calm run."""
-APART = {"zero_reward_steps": "reward/mean", "pass_rate_ratio": "reward/pass_rate", "idle_share": "time/train_s"}
-APART |= {"missing_rows_share": "rollout/missing_rows_fraction", "zero_gradient_steps": "grad_norm"}
-APART |= {"solved_share": "prompts/effective_ratio"}
-"""The others, which have tests of their own, and a metric of each."""
 
 
 def step(number: int, **metrics: float) -> list[dict[str, Any]]:
@@ -91,21 +72,88 @@ def only(name: str, **limits: Any) -> dict[str, Any]:
     return {other: "off" for other in NAMES if other != name} | limits
 
 
+def is_calm(check: Check, metrics: dict[str, float]) -> bool:
+    """Whether the check reads a value that a ratio can start from, and no check has a verdict."""
+    value = check.look(metrics)[1]
+    is_ratio = check.against in ("start", "calm", "spikes", "best")
+    if value is None or (is_ratio and value <= check.floor):
+        return False
+    return not levels([row | metrics for row in run(calm=20)])
+
+
+@cache
+def calm_metrics() -> Mapping[str, float]:
+    """Metrics of a calm step. Those of a new check are the first combination of these numbers that is calm."""
+    metrics = CALM | CALM_MINI
+    for check in CHECKS:
+        if added := [name for name in check.metrics if name not in metrics]:
+            numbers = (
+                0.0,
+                *(2.0 ** (power if len(added) < 3 else 4 * power) for power in (*range(13), *range(-12, 0))),
+            )
+            combinations = (dict(zip(added, each, strict=True)) for each in product(numbers, repeat=len(added)))
+            calm = (found for found in combinations if is_calm(check, metrics | found))
+            metrics |= next(calm, None) or pytest.fail(f"{check.name}: no metrics are calm: look at its limits")
+    return metrics
+
+
+def run_of(check: Check, *steps: dict[str, float]) -> list[dict[str, Any]]:
+    """The records of ten calm steps and then these, with all metrics of the check."""
+    calm = {name: calm_metrics()[name] for name in check.metrics} | SPEAKS_WHERE.get(check.name, {})
+    return run(*[calm | metrics for metrics in [{}] * 10 + [*steps]], calm=0)
+
+
 def test_a_calm_run_has_no_verdict() -> None:
-    assert judge_run(run(calm=200)) == []
+    assert judge_run([row | {**calm_metrics()} for row in run(calm=200)]) == []
     assert judge_run([]) == []
-    assert {*READS} | {*APART} == {*NAMES} == {*HealthConfig.model_fields} - {"patience_steps", "start_steps"}
+    assert {*NAMES} == {*HealthConfig.model_fields} - {"patience_steps", "start_steps"}
     assert judge_run([{"kind": "eval", "step": 1, "minibatch": None, "wall_s": 1.0, "eval/pass_rate": 0.0}]) == []
 
 
-@pytest.mark.parametrize("name", READS)
-def test_a_check_speaks_at_its_limits_and_not_before(name: str) -> None:
-    metric, over = READS[name]
-    for limit, at, before in zip(getattr(HealthConfig(), name), ("warning", "alarm"), (None, "warning"), strict=False):
-        closer = limit * (1 + 1e-9) + 1e-9 if name in FALLING else limit * (1 - 1e-9)
-        for score, expected in ((limit, at), (closer, before)):
-            records = run(*[{metric: score * over}] * 3)
-            assert levels(records, **only(name)).get(name) == expected, (score, limit)
+def steps_to(check: Check, score: float, nudge: float) -> list[dict[str, float]]:
+    """Steps after which the check compares the score with its limits. The first metric differs from a calm step's.
+
+    nudge: added where the metric is not itself the value that is read, so that rounding does not decide.
+    """
+    calm = {**calm_metrics()} | SPEAKS_WHERE.get(check.name, {})
+    if check.against == "streak":
+        bad = [dict.fromkeys(check.metrics, value) for value in (0.0, 1.0)]
+        return [next(metrics for metrics in bad if check.look(calm | metrics)[1])] * round(score)
+    metric = check.metrics[0]
+    usual, quarter, half = (check.look(calm | {metric: x})[1] for x in (calm[metric], 0.25, 0.5))
+    assert usual is not None, "name its conditions in SPEAKS_WHERE"
+    assert quarter is not None
+    assert half is not None
+    assert half != quarter, f"{check.name} does not depend on its first metric"
+    is_itself = (quarter, half) == (0.25, 0.5)
+    value = (score if is_itself else score + nudge) * (1.0 if check.against == "limits" else usual)
+    changed = value if is_itself else 0.25 + (value - quarter) / ((half - quarter) * 4)
+    return [{metric: changed}] * 7
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=NAMES)
+def test_a_check_speaks_at_its_limits_and_not_before(check: Check) -> None:
+    beyond = -1 if check.name in FALLING else 1
+    limits = getattr(HealthConfig(), check.name)
+    for limit, at, before in zip(limits, ("warning", "alarm"), (None, "warning"), strict=False):
+        small = 1 if check.against == "streak" else abs(limit) * 1e-9 + 1e-9
+        for score, expected in ((limit, at), (limit - beyond * small, before)):
+            records = run_of(check, *steps_to(check, score, beyond * small / 2))
+            assert levels(records, **only(check.name)).get(check.name) == expected, (score, limit)
+
+
+def test_every_metric_of_a_check_is_one_that_a_run_has() -> None:
+    assert read_table(series.__file__, "glossary.toml").keys() >= METRICS
+
+
+def test_the_examples_of_the_readings_hold() -> None:
+    """Each reading of its own has one: >>> in its docstring."""
+    found = doctest.DocTestFinder(exclude_empty=True).find(health_module)
+    own = {inspect.unwrap(getattr(read, "func", read)) for read in (check.read for check in CHECKS)}
+    named = {read.__name__ for read in own if read.__name__ != "<lambda>"}
+    assert named <= {test.name.rpartition(".")[2] for test in found if test.examples}
+    runner = doctest.DocTestRunner(verbose=False)
+    assert [runner.run(test).failed for test in found] == [0] * len(found)
 
 
 def test_one_missing_row_for_each_response_is_normal() -> None:
@@ -252,9 +300,8 @@ def test_a_pass_rate_that_falls_is_told_from_noise() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_an_alarm_at_once(name: str, value: float) -> None:
-    solved = {"reward/pass_rate": 0.95} if name == "solved_share" else {}
-    metric = APART.get(name) or READS[name][0]
-    (verdict,) = judge_run(run({**solved, metric: value}), HealthConfig(**only(name)))
+    check = next(check for check in CHECKS if check.name == name)
+    (verdict,) = judge_run(run_of(check, {check.metrics[0]: value}), HealthConfig(**only(name)))
     assert verdict.level == "alarm"
     assert verdict.since == 11
     assert verdict.found.endswith(f": found {value}")
@@ -331,8 +378,3 @@ def test_limits_are_checked_and_written_back() -> None:
     for name, value in [*wrong, ("ess_share", [0.2, 0.5])]:
         with pytest.raises(ConfigError, match=rf"health\.{name}"):
             parse(TABLES | {"health": {name: value}})
-
-
-def test_the_page_is_what_the_checks_give() -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "health_doc.py"))
-    assert (ROOT / "docs" / "health.md").read_text() == tool["document"](), "run python tools/health_doc.py"

@@ -38,6 +38,23 @@ def test_an_own_engine_trains_as_the_engine_that_it_wraps(
     assert "own engine" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("engine", "counts"),
+    [
+        ("counts_cleared", [1, 1, 1]),  # of each step alone, without the evaluations between
+        ("counts_readonly", [2, 4, 6]),  # what the engine says: all its sessions, those of evaluations too
+    ],
+)
+def test_counts_of_answers_are_of_the_step_unless_they_are_read_only(
+    world: World, tmp_path: Path, engine: str, counts: list[int]
+) -> None:
+    settings = {"run__steps": 3, "eval__every": 1, "rollout__fp8_rounding": False}
+    train(world.settings(run__dir=str(tmp_path / "run"), rollout__engine=f"own_parts:{engine}", **settings))
+    records = records_of(tmp_path / "run")
+    assert [record["rollout/wrong_answers"] for record in records if record["kind"] == "step"] == counts
+    assert [record["step"] for record in records if record["kind"] == "eval"] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("settings", [{}, {"fp8_activations": True}, {"fp8_kv_cache": True}])
 def test_the_settings_of_fp8_reach_the_local_engine(world: World, settings: dict[str, bool]) -> None:
     config = world.settings(**{f"rollout__{name}": value for name, value in settings.items()})

@@ -5,13 +5,13 @@ help text of the field. The tables import no torch.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megarl.config.tables.base import Table
 from megarl.config.tables.data import DataConfig, RewardConfig, RewardModelConfig, SftConfig
 from megarl.config.tables.health import HealthConfig
 from megarl.config.tables.model import ModelConfig, ParallelConfig, RecomputeConfig
-from megarl.config.tables.rollout import EnvironmentConfig, RolloutConfig, SGLangConfig
+from megarl.config.tables.rollout import EnvironmentConfig, RolloutConfig, SGLangConfig, Sync
 from megarl.config.tables.run import CheckpointConfig, EvalConfig, LaunchConfig, LogConfig, RunConfig
 from megarl.config.tables.sampling import CreditConfig, EstimateConfig, GvmConfig, SamplingConfig
 from megarl.config.tables.train import OptimConfig, TrainConfig
@@ -104,7 +104,7 @@ class Tables(Table):
         return options | {"model": self.reward_model, "weights": weights}
 
     @property
-    def weight_sync(self) -> Literal["ipc", "distributed", "tensor", "disk"]:
+    def weight_sync(self) -> Sync:
         """sglang.sync with "auto" resolved. Servers on this machine's CPUs take tensors from shared memory, too."""
         if self.sglang.deltas:
             return "tensor"

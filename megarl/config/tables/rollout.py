@@ -9,6 +9,7 @@ from megarl.config.plugs import EngineKind, engine_kind
 from megarl.config.tables.base import Count, Dtype, Row, Table
 
 Reread = Literal["replay", "drop", "ask"]
+Sync = Literal["ipc", "distributed", "tensor", "disk"]
 
 
 class RolloutConfig(Table):
@@ -155,7 +156,7 @@ class SGLangConfig(Table):
     api_key_env: str | None = None
     """Name of the environment variable with the API key of the servers. Without a name, servers started by megarl get a
     random key."""
-    sync: Literal["auto", "ipc", "distributed", "tensor", "disk"] = "auto"
+    sync: Literal["auto", Sync] = "auto"
     """Transport of weights to the servers. ipc: servers on the trainer's GPUs, or on this machine's CPUs, read the
     trainer's memory; distributed: one process group with all servers, NCCL from GPUs and gloo from CPUs; tensor: HTTP,
     slow, and ipc for servers on this machine's CPUs; disk: a folder below run.dir that the servers can read. auto: ipc
