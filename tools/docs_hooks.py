@@ -2,8 +2,8 @@
 
 - Formulas, ``$...$`` and ``$$...$$``, become MathML: a page needs no script and no network to show them.
 - A page asks for the table of metrics; docstrings have roles; commands in the navigation are code.
-- Warnings, which fail a strict build: a formula that is not LaTeX, a ``$`` or a command of LaTeX that a reader would see, and
-  a page that fetches from another host.
+- Warnings, which fail a strict build: a formula that is not LaTeX, a ``$`` or a command of LaTeX that a reader would
+  see, and a page that fetches from another host.
 """
 
 import html
@@ -17,14 +17,15 @@ from typing import Any
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.treeprocessors import Treeprocessor
-from math_core import LatexError, LatexToMathML
-from mkdocs.plugins import event_priority
+from math_core import LatexError, LatexToMathML  # pyright: ignore[reportMissingImports]  # .venv-docs has it
+from mkdocs.plugins import event_priority  # pyright: ignore[reportMissingImports]
 
 GLOSSARY = Path(__file__).parents[1] / "megarl" / "ops" / "report" / "glossary.toml"
 METRICS = "<!-- metrics -->"
 ROLE = re.compile(r":(?:func|class|mod):<code>(?:[\w.]+\.)?(\w+)</code>")
 IN_NAVIGATION = re.compile(r'<span class="md-ellipsis">[^<]*')
 COMMAND = re.compile(r"· (megarl(?: [\w-]+)+)")
+FENCE = re.compile(r"^\s*(?:`{3,}|~{3,})\s*math\b", re.MULTILINE)
 LATEX = re.compile(r".{0,30}(?:\$|\\[A-Za-z({\[]).{0,30}", re.DOTALL)
 LONG = 30
 """Characters beyond which a formula may not fit a phone."""
@@ -38,8 +39,12 @@ def on_config(config: Any) -> None:
     config.markdown_extensions.append(Formulas())
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put the table of metrics where a page asks for it."""
+    if FENCE.search(markdown):
+        warnings.warning(
+            f"{page.file.src_uri}: a block of the language math stays LaTeX: write $$ in lines of their own"
+        )
     return markdown.replace(METRICS, metrics()) if METRICS in markdown else markdown
 
 
@@ -68,7 +73,7 @@ class Formulas(Extension):
     """MathML in the place of what pymdownx.arithmatex found."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
-        # After the inline patterns (20), before the table of contents (5), whose titles then have the formula's letters.
+        # After the inline patterns (20), before the table of contents (5), which takes the letters of a formula.
         md.treeprocessors.register(_ToMathML(md), "formulas", 15)
 
 
@@ -84,7 +89,7 @@ class _ToMathML(Treeprocessor):
             except LatexError as error:
                 element.tag, element.text = "code", latex
                 element.set("class", "formula-error")
-                element.set("title", str(error))
+                element.set("title", f"{latex}: {error}")
             else:
                 letters = re.sub(r"<[^>]*>|\s", "", html.unescape(mathml))
                 element.set("class", "formula long" if len(letters) > LONG else "formula")
@@ -105,7 +110,7 @@ def problems(page: str) -> list[str]:
     reader = _PageReader()
     reader.feed(page)
     reader.close()
-    return reader.problems
+    return list(dict.fromkeys(reader.problems))
 
 
 class _PageReader(HTMLParser):
@@ -123,9 +128,7 @@ class _PageReader(HTMLParser):
             if re.match(r"\s*(https?:)?//", values.get(name, "")):
                 self.problems.append(f"<{tag} {name}> fetches {values[name]}: ship the file below docs/site")
         if "formula-error" in values.get("class", ""):
-            self.problems.append(f"cannot convert a formula: {values['title']}, in {self.get_starttag_text()}")
-        if "language-math" in values.get("class", ""):
-            self.problems.append("a block of the language math stays LaTeX on the site: write $$ in lines of their own")
+            self.problems.append(f"cannot convert the formula {values['title']}")
 
     def handle_endtag(self, tag: str) -> None:
         self.depth -= tag in ("code", "pre", "script", "style")
@@ -133,4 +136,6 @@ class _PageReader(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self.depth and (found := LATEX.search(data)):
             text = " ".join(found[0].split())
-            self.problems.append(f"found {text!r} outside code: close the formula ($x$, no | in a table), or put it in backticks")
+            self.problems.append(
+                f"found {text!r} outside code: close the formula ($x$, no | in a table), or put it in backticks"
+            )
