@@ -9,6 +9,8 @@ from pathlib import Path
 
 SGLANG_PYTHON = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
 
+DOCS_ENVIRONMENT = Path(__file__).parents[1] / ".venv-docs"
+
 
 @functools.cache
 def explain(need: str) -> str | None:
@@ -16,6 +18,9 @@ def explain(need: str) -> str | None:
     match need:
         case "sglang":
             return None if SGLANG_PYTHON.exists() else "needs a real SGLang server: make sglang-cpu (3.2 GB)"
+        case "docs":
+            found = any(DOCS_ENVIRONMENT.glob("lib/python3.*/site-packages/math_core"))
+            return None if found else "needs the environment of the documentation: make docs (90 MB)"
         case "bwrap":
             return _program("bwrap", "bubblewrap, the sandbox of the Python tool: apt-get install bubblewrap")
         case "slurm":

@@ -21,7 +21,9 @@ from megarl.commands import COMMANDS
 from megarl.files.hf_config import FAMILIES, LACKING
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "api").glob("*.md")]
+)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
@@ -89,7 +91,7 @@ def test_the_example_of_another_family_is_the_family_that_the_tests_run() -> Non
 def test_the_site_has_every_page_once() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", nav, re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.parent != ROOT)
 
 
 PROGRAM = re.compile(r"\s*(?:\$ )?(?:\S*/)?(?:megarl|(?:torchrun|python)\S*(?: [^#]*)? -m megarl\.cli) (?P<words>.*)")

@@ -252,7 +252,7 @@ ADVANTAGES = {
     "batch_mean": r"\big(R-\tfrac1N\sum_jR_j\big)",
     "gdpo": r"\mathrm{whiten}\big(\sum_k w_k\tfrac{R_k-\bar R_k}{\sigma_k}\big)",
     "token_level_kl": r"\tfrac{R_t-\bar R_t}{\sigma_t}"
-    r"\big|_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
+    r"\big\vert_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
 }
 """One formula per advantage; s are the steps of a response that end at token t or later."""
 BASES = {"theta_mu": "w", "theta_old": "r", "old_mu": "g"}
@@ -274,11 +274,11 @@ def ratio(policies: str, scope: str) -> str:
 def factor(f: Factor) -> str:
     rho = ratio(f.policies, f.scope)
     if f.token_clip is not None:
-        rho = rf"{rho}\big|_{{\lvert\ln {BASES[f.policies]}_t\rvert\le{number(f.token_clip)}}}"
+        rho = rf"{rho}\big\vert_{{\lvert\ln {BASES[f.policies]}_t\rvert\le{number(f.token_clip)}}}"
     text = {
         "identity": rho,
         "power": f"{rho}^{{{number(f.power)}}}",
-        "adaptive_power": rf"{rho}^{{q}}\big|_{{\mathrm{{ESS}}({rho}^q)\ge{number(f.ess_target)}}}",
+        "adaptive_power": rf"{rho}^{{q}}\big\vert_{{\mathrm{{ESS}}({rho}^q)\ge{number(f.ess_target)}}}",
         "vespo": rf"({rho})^ke^{{\lambda(1-{rho})}}",
     }[str(f.fn)]
     if f.low is not None and f.high is not None:
@@ -330,9 +330,9 @@ def gate(o: Objective) -> str:
     one, other = number(o.gate.positive), number(o.gate.negative)
     return {
         "drpo": rf"\big(1-\mathrm{{sgn}}(A)\tfrac{{\pi_\theta-\mu}}{{{one}}}\big)",
-        "sapo": rf"4p(1-p)\big|_{{p=\sigma(\tau(r_t-1)),\,\tau={one}\,(A>0),\,{other}}}",
+        "sapo": rf"4p(1-p)\big\vert_{{p=\sigma(\tau(r_t-1)),\,\tau={one}\,(A>0),\,{other}}}",
         "ce_gppo": rf"\beta\tfrac{{\mathrm{{clip}}(r_t,1\pm{number(o.gate.eps)})}}{{r_t}}"
-        rf"\big|_{{\beta={one}\,(A>0),\,{other}\,(A<0)\text{{ outside}}}}",
+        rf"\big\vert_{{\beta={one}\,(A>0),\,{other}\,(A<0)\text{{ outside}}}}",
     }[o.gate.kind]
 
 
