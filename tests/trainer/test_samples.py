@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from megarl import cli
 from megarl.config.file import RUN_ID
 from megarl.core.types import Rollout
+from megarl.data.prompts import Prompt
 from megarl.engines.player import Failure, Sample
 from megarl.errors import DataError
 from megarl.ops.report.report import write_report
@@ -27,7 +28,8 @@ from megarl.trainer.sampling.excerpts import choose, complete, describe
 
 
 def response(step: int, **values: Any) -> dict[str, Any]:
-    plain = {"group": step, "sample": 0, "rank": 0, "prompt": f"p{step}", "response": f"r{step}", "parts": []}
+    plain = {"group": step, "sample": 0, "rank": 0, "prompt": f"p{step}", "expected": f"a{step}"}
+    plain |= {"response": f"r{step}", "parts": []}
     plain |= {"reward": 1.0, "rewards": {}, "error": None, "length": 5, "tool_calls": 0}
     plain |= {"gap": 0.1, "finish": "stop", "trained": True, "dropped": None}
     return {"step": step, **plain, **values}
@@ -114,8 +116,10 @@ def test_a_sample_is_described_with_its_tools_and_errors(world: World) -> None:
     failed = Sample(None, None, failure=Failure("ValueError: no", "", of_episode=True))
     key, other = (0, 1), (1, 0)
     names = "right", "short"
-    found = {key: describe(sample, tokenizer, names), other: describe(failed, tokenizer, names)}
-    assert found[key]["prompt"] == "12="
+    prompt = Prompt(0, tokens[:3], "12=", "345", "train.jsonl:1")
+    found = {key: describe(sample, prompt, tokenizer, names), other: describe(failed, prompt, tokenizer, names)}
+    assert [one["prompt"] for one in found.values()] == ["12=", "12="]
+    assert [one["expected"] for one in found.values()] == ["345", "345"]
     assert found[key]["response"] == "34=5"
     assert found[key]["parts"] == [["model", "34"], ["environment", "="], ["model", "5"]]
     assert (found[key]["length"], found[key]["tool_calls"]) == (3, 1)
@@ -146,8 +150,9 @@ def test_a_run_stores_responses_and_a_second_start_no_step_twice(world: World, t
     assert np.mean([one["length"] for one in mine]) == pytest.approx(first["response/length_mean"])
     weights = [one["length"] for one in mine]
     assert np.average([one["gap"] for one in mine], weights=weights) == pytest.approx(first["rollout/k3"], rel=1e-3)
-    task = {json.loads(line)["prompt"] for line in (world.folder / "task" / "train.jsonl").read_text().splitlines()}
-    assert {one["prompt"] for one in found} <= task
+    lines = (world.folder / "task" / "train.jsonl").read_text().splitlines()
+    answers = {row["prompt"]: row["answer"] for row in map(json.loads, lines)}
+    assert [one["expected"] for one in found] == [answers[one["prompt"]] for one in found]
     assert all(one["trained"] for one in found)
 
 
