@@ -18,7 +18,7 @@ def record_start(folder: Path, is_new: bool) -> None:
     """Append a start, on one rank only; is_new: nothing of an earlier start goes on."""
     start = {"time": time.strftime(TIME_FORMAT), "version": __version__, "new": is_new}
     with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start) + "\n")
+        file.write(("\n" if file.tell() else "") + json.dumps(start))  # apart from a line that a kill has cut
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

@@ -190,9 +190,7 @@ class Sampler:
         params = self._params(step)
         return requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
 
-    def _excerpts(
-        self, step: int, samples: Mapping[Key, Sample], places: np.ndarray, failed: Key | None
-    ) -> dict[Key, excerpts.Excerpt]:
+    def _excerpts(self, step: int, samples: Mapping[Key, Sample], places: Any, failed: Key | None) -> dict[Key, Any]:
         count = self.config.log.samples_per_step
         keys = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
         if count and failed is not None and failed in samples and failed not in keys:
