@@ -252,7 +252,7 @@ class Report:
     run_dirs: Positional[tuple[Path, ...]]
     """The folder of the run, or of each run."""
     out: Path | None = None
-    """The page; default RUN_DIR/report/index.html, of several runs compare.html here."""
+    """The page; default RUN_DIR/report/index.html, of several runs report/compare.html of the first."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops.report.report import write_report

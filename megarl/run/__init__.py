@@ -1,6 +1,6 @@
 """A run, seen from outside: the folder, the files of a running run, and the end of a run.
 
-- **Begin**: ``folder`` (resolved configuration and inputs, new run or resumption), ``lock``.
+- **Begin**: ``folder`` (resolved configuration and inputs, new run or resumption), ``starts``, ``lock``.
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``samples`` (which
   trained, and texts), ``vitals`` (signs of life), ``stop_request``, ``signals``.
 - **From outside**: ``status`` (``megarl status``, why a rank failed, verdicts of health); ``fields`` of the files.

@@ -35,8 +35,8 @@ from megarl.files.texts import read_table
 from megarl.files.writing import read_record, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import complete_checkpoints, read_run
 from megarl.run.metrics_log import iterate_metrics
+from megarl.run.starts import INPUTS, record_start
 
-INPUTS = "inputs.json"
 _NAMES = read_table(__file__)
 
 
@@ -61,6 +61,7 @@ def claim(config: Config) -> None:
         write_atomically(folder / RUN_ID, (run or secrets.token_hex(8)).encode())
     bind_inputs(config, folder, has_trained)
     write_atomically(saved, config.to_toml().encode())
+    record_start(folder, not checkpoints)
     if has_trained and not checkpoints:
         # Without a checkpoint the run and the records begin again. Keep the earlier records.
         shutil.copy2(metrics, free_name(folder / "metrics.earlier.jsonl"))

@@ -97,6 +97,8 @@ def _members(path: Path) -> Iterator[tuple[int, bytes]]:
 def _parse(path: Path, line: bytes) -> dict[str, Any]:
     with reworded((ValueError, RecursionError), DataError, f"{path}: found {line[:60]!r}, no response of a run: "):
         response = json.loads(line)
+        if isinstance(response, dict):
+            response.setdefault("expected", None)
         require_fields(response, "response")
     are_pairs = all(isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in response["parts"])
     if not are_pairs or not all(isinstance(value, int | float) for value in response["rewards"].values()):

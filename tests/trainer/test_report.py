@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import plotly.graph_objects
 import pytest
 from train_world import World
 
-from megarl import cli
+from megarl import __version__, cli
 from megarl.errors import DataError, MegarlError
 from megarl.files.texts import read_table
 from megarl.ops.report import series
+from megarl.ops.report.facts import short_names
 from megarl.ops.report.figures import COLORS, Run, make_figures
 from megarl.ops.report.report import render_verdicts, write_report
 from megarl.ops.report.series import Curve, Panel, make_curves, read_panels, thin
 from megarl.run.metrics_log import MetricsLog, read_metrics
+from megarl.run.starts import record_start
 from megarl.trainer.loop import train
 
 PANELS = read_panels()
@@ -194,6 +197,103 @@ def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
     assert rows[0] == ["r3", "none", "o&lt;i&gt;ther"]
     assert ["12", "5", "1"] in rows
+
+
+def test_training_and_held_out_lines_differ_in_colour_dash_and_marker() -> None:
+    names = ["reward/pass_rate", "reward/mean", "eval/pass_rate", "eval/reward", "eval/a/pass_rate", "eval/b/pass_rate"]
+    curves = {name: Curve(np.arange(3.0), np.arange(3.0) / 3) for name in names}
+    for color in (None, *COLORS.values()):
+        (figure,) = make_figures(PANELS["reward"], [Run("r3", curves, color)])
+        looks = [(t["line"]["color"], t["line"]["dash"], t["marker"].get("symbol")) for t in figure["data"]]
+        assert len({*looks}) == len(looks) == 6
+        for training in looks[:2]:
+            for held_out in looks[2:]:
+                assert all(one != other for one, other in zip(training, held_out, strict=True))
+
+
+def write_settings(folder: Path, **changes: Any) -> None:
+    settings = {"run.seed": 0, "run.name": folder.name, "run.dir": str(folder), "data.train": f"{folder}/train.jsonl"}
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in {**settings, **{key.replace("__", "."): value for key, value in changes.items()}}.items():
+        table, _, name = key.partition(".")
+        tables.setdefault(table, {})[name] = value
+    lines = [f"[{table}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in tables[table].items()) for table in tables]
+    (folder / "config.toml").write_text("".join(lines))
+
+
+def test_the_keys_in_which_runs_differ_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / name / "run" for name in ("a", "b", "c")]
+    for folder in folders:
+        write_run(folder, 1)
+    write_settings(folders[0], train__objective="minirl", train__replay="r3", megatron__text="x" * 99)
+    write_settings(folders[1], train__objective="<i>grpo", train__replay="r3", run__seed=1)
+    assert cli.main(["report", *map(str, folders[:2])]) == 0
+    out = folders[0] / "report" / "compare.html"
+    assert capsys.readouterr().out == f"report: {out}\n"
+    page = out.read_text()
+    differing = page.partition('class="differences"')[2].partition("</details>")[0]
+    rows = {
+        key: re.findall(r"<td.*?>(.*?)</td>", row)
+        for key, row in re.findall(r"<tr><th>(.*?)</th>(.*?)</tr>", differing)
+    }
+    assert rows == {
+        "": ["a", "b"],
+        "megatron.text": ["x" * 47 + "…", "not set"],
+        "run.seed": ["0", "1"],
+        "train.objective": ["minirl", "&lt;i&gt;grpo"],
+    }
+    assert f'title="{"x" * 99}"' in differing
+    assert "<th>Objective</th>" not in page
+    assert "<th>Routing replay</th><td>r3</td><td>r3</td>" in page
+    assert "<title>a against b - megarl report</title>" in page
+    for folder, digest in zip(folders[:2], "12", strict=True):  # the same name, another content
+        (folder / "inputs.json").write_text(json.dumps({"data.train": {"content": digest}}))
+    assert "<th>data.train (content)</th>" in write_report(*folders[:2]).read_text()
+    page = write_report(*folders).read_text()  # the third run has no configuration
+    assert "<th>run.seed</th><td>0</td><td>1</td><td>not recorded</td>" in page
+    assert "0 configuration keys differ" in write_report(folders[0], folders[2]).read_text()
+
+
+def test_the_head_tells_name_version_seed_and_dates(tmp_path: Path) -> None:
+    write_run(tmp_path, 1)
+    (head,) = re.findall(r'<p class="sub">(.*?)</p>', write_report(tmp_path).read_text())
+    assert head == f'megarl (version not recorded) · seed not recorded<span class="where"> · {tmp_path}</span>'
+    write_settings(tmp_path, run__name="a <name>", run__seed=7)
+    starts = [
+        ("2026-01-01", "0.0", True),
+        ("2026-02-01", "0.1", True),
+        ("2026-02-02", "0.1", False),
+        ("x", "0.2", False),
+    ]
+    lines = [json.dumps({"time": f"{day} 12:34:56 +0100", "version": v, "new": new}) for day, v, new in starts]
+    (tmp_path / "starts.jsonl").write_text("\n".join([*lines[:3], "[]", "{", '{"time": 1}', lines[3][:-3]]))
+    (tmp_path / "status.json").write_text(json.dumps({"state": "stopped", "updated": 1_770_100_000.0}))
+    page = write_report(tmp_path).read_text()
+    (head,) = re.findall(r'<p class="sub">(.*?)</p>', page)
+    stopped = time.strftime("%Y-%m-%d %H:%M %z", time.localtime(1_770_100_000))
+    started, resumed = "started 2026-02-01 12:34 +0100", "resumed 2026-02-02 12:34 +0100"
+    assert (
+        head
+        == f'megarl 0.1 · seed 7 · {started} · {resumed} · stopped {stopped}<span class="where"> · {tmp_path}</span>'
+    )
+    assert "<h1>a &lt;name&gt;</h1>" in page
+    record_start(tmp_path, is_new=False)
+    assert f"megarl 0.1 then {__version__} ·" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/x/run"], ["run"]),
+        (["/s/r3/run", "/s/none/run"], ["r3", "none"]),
+        (["/s/r3/run", "/s/r3/other"], ["run", "other"]),
+        (["/a/r3/x/run", "/a/none/x/run", "/b/r3/x/run"], ["a/r3", "a/none", "b/r3"]),
+        (["/x/run", "/run"], ["x", "/"]),
+        (["/x/run", "/x"], ["run", "x"]),
+    ],
+)
+def test_runs_have_the_shortest_names_that_differ(paths: list[str], names: list[str]) -> None:
+    assert short_names([*map(Path, paths)]) == names
 
 
 @pytest.mark.parametrize(

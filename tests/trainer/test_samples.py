@@ -14,20 +14,23 @@ from forks import Job, run_jobs
 from train_world import World
 from transformers import AutoTokenizer
 
-from megarl import cli
+from megarl import __version__, cli
 from megarl.config.file import RUN_ID
 from megarl.core.types import Rollout
+from megarl.data.prompts import Prompt
 from megarl.engines.player import Failure, Sample
 from megarl.errors import DataError
 from megarl.ops.report.report import write_report
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.samples import NAME, append, pack, read_samples, truncate_after
+from megarl.run.starts import read_starts
 from megarl.trainer.loop import train
 from megarl.trainer.sampling.excerpts import choose, complete, describe
 
 
 def response(step: int, **values: Any) -> dict[str, Any]:
-    plain = {"group": step, "sample": 0, "rank": 0, "prompt": f"p{step}", "response": f"r{step}", "parts": []}
+    plain = {"group": step, "sample": 0, "rank": 0, "prompt": f"p{step}", "expected": f"a{step}"}
+    plain |= {"response": f"r{step}", "parts": []}
     plain |= {"reward": 1.0, "rewards": {}, "error": None, "length": 5, "tool_calls": 0}
     plain |= {"gap": 0.1, "finish": "stop", "trained": True, "dropped": None}
     return {"step": step, **plain, **values}
@@ -114,8 +117,10 @@ def test_a_sample_is_described_with_its_tools_and_errors(world: World) -> None:
     failed = Sample(None, None, failure=Failure("ValueError: no", "", of_episode=True))
     key, other = (0, 1), (1, 0)
     names = "right", "short"
-    found = {key: describe(sample, tokenizer, names), other: describe(failed, tokenizer, names)}
-    assert found[key]["prompt"] == "12="
+    prompt = Prompt(0, tokens[:3], "12=", "345", "train.jsonl:1")
+    found = {key: describe(sample, prompt, tokenizer, names), other: describe(failed, prompt, tokenizer, names)}
+    assert [one["prompt"] for one in found.values()] == ["12=", "12="]
+    assert [one["expected"] for one in found.values()] == ["345", "345"]
     assert found[key]["response"] == "34=5"
     assert found[key]["parts"] == [["model", "34"], ["environment", "="], ["model", "5"]]
     assert (found[key]["length"], found[key]["tool_calls"]) == (3, 1)
@@ -136,6 +141,7 @@ def test_a_run_stores_responses_and_a_second_start_no_step_twice(world: World, t
     (tmp_path / RUN_ID).write_text("0123456789abcdef")
     (tmp_path / NAME).write_bytes(pack([response(1)]) + pack([response(5)])[:-3])  # what a killed start has left
     train(settings)
+    assert [(start["version"], start["new"]) for start in read_starts(tmp_path)] == [(__version__, True)]
     found = list(read_samples(tmp_path))
     assert [one["step"] for one in found] == [1] * 32 + [2] * 32
     assert len({(one["group"], one["sample"]) for one in found}) == 64
@@ -146,8 +152,9 @@ def test_a_run_stores_responses_and_a_second_start_no_step_twice(world: World, t
     assert np.mean([one["length"] for one in mine]) == pytest.approx(first["response/length_mean"])
     weights = [one["length"] for one in mine]
     assert np.average([one["gap"] for one in mine], weights=weights) == pytest.approx(first["rollout/k3"], rel=1e-3)
-    task = {json.loads(line)["prompt"] for line in (world.folder / "task" / "train.jsonl").read_text().splitlines()}
-    assert {one["prompt"] for one in found} <= task
+    lines = (world.folder / "task" / "train.jsonl").read_text().splitlines()
+    answers = {row["prompt"]: row["answer"] for row in map(json.loads, lines)}
+    assert [one["expected"] for one in found] == [answers[one["prompt"]] for one in found]
     assert all(one["trained"] for one in found)
 
 
@@ -191,6 +198,31 @@ def test_samples_are_chosen_by_step(stored: Path, capsys: pytest.CaptureFixture[
         assert "1 of 5 responses, of steps 1 to 5" in shown
     assert cli.main(["samples", str(stored), "--step", "6"]) == 2
     assert "no response matches, of 5 responses of steps 1 to 5" in capsys.readouterr().err
+
+
+def test_the_expected_answer_is_shown_beside_the_response_unless_an_older_run_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [response(1, expected="<b>\x1b[31m42</script>"), response(1, sample=1), response(1, sample=2, expected=None)]
+    del rows[1]["expected"]
+    append(tmp_path, pack(rows))
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write("step", 1, {"reward/mean": 0.5})
+    assert cli.main(["samples", str(tmp_path)]) == 0
+    with_answer, *without, _ = capsys.readouterr().out.split("\n\n")
+    assert "  response:\n    r1\n  expected:\n    <b>\\x1b[31m42</script>" in with_answer
+    assert not any("expected" in text for text in without)
+    assert cli.main(["samples", str(tmp_path), "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        rows[0], rows[1] | {"expected": None}, rows[2],
+    ]  # fmt: skip
+    page = write_report(tmp_path).read_text()
+    (text,) = re.findall(r'id="data-samples">(.*?)</script>', page)
+    assert [one["expected"] for one in json.loads(text)] == [r"<b>\x1b[31m42</script>", "", ""]
+    assert "<b>\\x1b" not in page
+    append(tmp_path, pack([response(2, expected=5)]))
+    with pytest.raises(DataError, match="expected is 5, expected str or null"):
+        steps_of(tmp_path)
 
 
 def test_a_terminal_gets_no_control_characters(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:

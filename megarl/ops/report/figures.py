@@ -3,13 +3,15 @@
 plotly, because its wheel brings the whole plotly.js: zoom, hover and clickable legends, without a network and without a
 build step. Colours and fonts of light and dark mode are set in the page; those here suit both.
 
-Of a single run, each series has a colour; several runs have a colour each. Each series has a dash pattern either way,
-and later lines are thinner: of two coinciding lines, the first shows on both sides of the second.
+Of a single run, each series has a colour; several runs have a colour each, darker for held-out series (lighter in dark
+mode: page.js). Each series has a dash pattern either way, held-out series have patterns and markers of their own, and
+later lines are thinner: of two coinciding lines, the first shows on both sides of the second.
 """
 
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from megarl.ops.report import series
 
 Figure = dict[str, Any]
 COLORS: dict[str, str] = read_table(__file__, "colors.toml")["series"]
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_DASHES = ("solid", "dash", "longdash", "dashdot", "dot", "longdashdot")
+_HELD_OUT_DASHES = ("dot", "longdashdot")
+_SYMBOLS = ("square", "cross", "circle", "diamond", "triangle-up", "star")
 _SMOOTHED_FROM = 40
 """Number of steps from which a moving average is plotted."""
 _MAX_COLUMNS = 300
@@ -70,7 +74,9 @@ def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
             continue
         style = _style(run, line, place, index)
         if line.style == "dots":
-            yield _trace(style, curve, "lines+markers", marker={"size": 9, "color": style["line"]["color"]})
+            color, width = style["line"]["color"], style["line"]["width"]
+            marker = {"size": 4 * width, "color": color, "symbol": _SYMBOLS[index % len(_SYMBOLS)]}
+            yield _trace(style, curve, "lines+markers", marker=marker)
             continue
         mean = curve.per_step()
         shown = series.thin(mean)
@@ -83,21 +89,28 @@ def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
 
 def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     """Return the lines of a panel, for a metric of NAME a line of each benchmark."""
-    names = series.benchmarks(curves)
-    pairs = [(line, name) for line in panel.lines for name in (names if "NAME" in line.metric else [""])]
-    return [replace(ln, metric=ln.metric.replace("NAME", n), label=ln.label.replace("NAME", n)) for ln, n in pairs]
+    own = [*zip(series.benchmarks(curves), cycle([*COLORS][4:]), strict=False)]
+    rows = [(line, *pair) for line in panel.lines for pair in (own if "NAME" in line.metric else [("", line.color)])]
+    parts = [(a, a.metric.replace("NAME", name), a.label.replace("NAME", name), color) for a, name, color in rows]
+    return [replace(line, metric=metric, label=label, color=color) for line, metric, label, color in parts]
 
 
 def _style(run: Run, line: series.Line, place: int, index: int) -> Figure:
     """The common settings of the traces of a line. The legend hides line, band and pale values together."""
-    prefix = "" if run.color is None else f"{run.name}: "
-    width = (3.6, 2.2, 1.5)[min(index if run.color is None else place, 2)]
+    prefix, is_held_out = "" if run.color is None else f"{run.name}: ", line.style == "dots"
+    dashes = _HELD_OUT_DASHES if is_held_out else _DASHES
+    widths = (2.6, 1.6) if is_held_out else (3.6, 2.2, 1.5)
+    width = widths[index % 2] if is_held_out else widths[min(index if run.color is None else place, 2)]
+    color, is_shaded = run.color or COLORS[line.color], is_held_out and run.color is not None
+    if is_shaded:
+        color = "#" + "".join(f"{int(color[at : at + 2], 16) * 11 // 20:02x}" for at in (1, 3, 5))
     name = html.escape(prefix + line.label, quote=False)  # plotly reads HTML tags in texts
     return {
         "type": "scatter",
         "name": name,
         "legendgroup": name,
-        "line": {"color": run.color or COLORS[line.color], "width": width, "dash": _DASHES[index % len(_DASHES)]},
+        "meta": "shade" if is_shaded else None,
+        "line": {"color": color, "width": width, "dash": dashes[index % len(dashes)]},
     }
 
 

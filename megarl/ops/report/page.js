@@ -23,23 +23,31 @@ function withTheme(figure, width) {
   const given = figure.layout;
   return {
     ...given,
-    xaxis: { ...axis, ...given.xaxis },
-    yaxis: { ...axis, ...given.yaxis },
+    xaxis: { ...axis, spikecolor: muted, spikethickness: 1, ...given.xaxis },
+    yaxis: { ...axis, ...given.yaxis, title: { ...given.yaxis?.title, font: { size: 12 } } },
     ...(given.xaxis2 && { xaxis2: { ...axis, ...given.xaxis2 } }),
     ...(given.yaxis2 && { yaxis2: { ...axis, ...given.yaxis2 } }),
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink },
     title: given.title && { ...given.title, font: { size: 13 }, x: 0, xref: "paper" },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
-    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink }, namelength: -1 },
     hovermode: given.hovermode || (figure.data.some((trace) => trace.type === "heatmap") ? "closest" : "x unified"),
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     legend: { ...given.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom", maxheight: 0.6 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
     margin: { l: 56, r: 12, t: 30, b: 40 },
     showlegend: names.length > 0 && given.showlegend !== false && figure.data[0].type !== "heatmap",
-    height: (given.height || 300) + 19 * (figure.data[0].type === "heatmap" ? 1 : rows),
+    height: (given.height || 300) + 27 * (figure.data[0].type === "heatmap" ? 1 : rows),
   };
+}
+
+// Of compared runs, held-out lines have a darker colour than the run; in dark mode, a lighter colour.
+function shade(trace) {
+  if (trace.meta !== "shade" || !isDark()) return trace;
+  const parts = [1, 3, 5].map((at) => Math.min(255, parseInt(trace.line.color.slice(at, at + 2), 16) / 0.55));
+  const color = `rgb(${parts.map((part) => Math.round(128 + part / 2)).join(", ")})`;
+  return { ...trace, line: { ...trace.line, color }, marker: { ...trace.marker, color } };
 }
 
 async function loadPlotly() {
@@ -55,7 +63,7 @@ async function showFigures() {
   const config = { responsive: true, displaylogo: false, showSendToCloud: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   const draw = (div) => {
     const figure = figures[div.dataset.figure];
-    Plotly.react(div, figure.data, withTheme(figure, div.clientWidth), config);
+    Plotly.react(div, figure.data.map(shade), withTheme(figure, div.clientWidth), config);
     div.dataset.drawn = "yes";
   };
   const seen = new IntersectionObserver((entries) => {
@@ -73,7 +81,7 @@ async function showFigures() {
 
 function showSamples(samples) {
   const [list, query, order, count] = ["sample-list", "sample-query", "sample-order", "sample-count"].map(byId);
-  const texts = samples.map((one) => [one.run, one.prompt, one.response, one.error].join("\n").toLowerCase());
+  const texts = samples.map((one) => [one.run, one.prompt, one.response, one.expected, one.error].join("\n").toLowerCase());
   let most = 25;
   const show = () => {
     const [key, direction] = order.value.split(" ");
@@ -85,7 +93,8 @@ function showSamples(samples) {
     const rank = (one) => (one[key] === null ? absent : sign * one[key]);
     found.sort((a, b) => (rank(a) === rank(b) ? 0 : rank(a) - rank(b)));
     list.replaceChildren(...found.slice(0, most).map(sampleRow));
-    count.textContent = `${Math.min(most, found.length)} of ${found.length} found`;
+    const matching = words ? `${found.length} that match, of ${samples.length}` : `${samples.length}`;
+    count.textContent = `${Math.min(most, found.length)} of ${matching} shown`;
     byId("sample-more").hidden = found.length <= most;
   };
   const again = () => { most = 25; show(); };
@@ -95,19 +104,28 @@ function showSamples(samples) {
   show();
 }
 
-const short = (value) => (value === null ? "none" : Number(value.toPrecision(4)).toString());
+function short(value) {
+  if (value === null) return "none";
+  return value && Math.abs(value) < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)).toString();
+}
 
 function sampleRow(one) {
   const row = make("details", "", "sample");
   const head = make("summary", `${one.run ? one.run + ", " : ""}step ${one.step}: reward ${short(one.reward)}, ${one.length} tokens, gap ${short(one.gap)} `);
   one.flags.forEach((flag) => head.append(make("span", `${flag} `, "flag")));
   head.append(make("span", one.response.slice(0, 120), "start"));
+  if (one.expected) head.append(make("span", `expected ${one.expected.slice(0, 60)}${one.expected.length > 60 ? "…" : ""}`, "answer"));
   row.append(head);
   row.addEventListener("toggle", () => {
     if (row.childElementCount > 1) return;
-    for (const [title, text] of [["Prompt", one.prompt], ["Response", one.response], ["Rewards", one.rewards], ["Error", one.error]]) {
-      if (text) row.append(make("h3", title), make("pre", text));
-    }
+    const block = (title, text) => {
+      const part = make("div");
+      if (text) part.append(make("h3", title), make("pre", text));
+      return part;
+    };
+    const pair = make("div", "", one.expected ? "pair" : "");
+    pair.append(block("Response", one.response), block("Expected answer", one.expected));
+    row.append(block("Prompt", one.prompt), pair, block("Rewards", one.rewards), block("Error", one.error));
     row.append(make("h3", `prompt ${one.group}, response ${one.sample}, ${one.tool_calls} tool calls, ended by ${one.finish}`));
   });
   return row;

@@ -23,6 +23,7 @@ from megarl.config.tables.health import HealthConfig
 from megarl.errors import ConfigError, DataError, reworded
 from megarl.files.outputs import write_output
 from megarl.files.texts import read_table, refusal
+from megarl.ops.report.facts import NOT_RECORDED, Settings, differing_settings, flatten, head_line, short_names
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
 from megarl.ops.report.samples import for_page
 from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_panels
@@ -30,7 +31,7 @@ from megarl.run.metrics_log import Record, describe_judged, read_metrics
 from megarl.run.status import format_duration
 from megarl.watch.health import CHECKS, judge_run
 
-NOT_RECORDED = "not recorded"
+_SAID = {"Objective": "train.objective", "Routing replay": "train.replay"}
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 
 
@@ -52,7 +53,7 @@ class _Source:
 def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
     """Write a page about a run, or a comparison of several runs; return its path.
 
-    out: default RUN_DIR/report/index.html, for several runs compare.html in the current folder. The file appears
+    out: default RUN_DIR/report/index.html, for several runs report/compare.html of the first. The file appears
     complete or not at all. Raises DataError if a metrics.jsonl is missing, empty or broken, or a config.toml is broken
     (it may be missing); ConfigError for too many runs, or a run given twice.
     """
@@ -61,23 +62,23 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
         raise ConfigError(refusal("many_runs", num=len(folders), most=len(_RUN_COLORS)))
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("megarl report: a run is given twice")
-    sources = [_read_run(folder) for folder in folders]
+    sources = [_read_run(*pair) for pair in zip(folders, short_names(folders), strict=True)]
     if out is None:
-        out = Path("compare.html") if len(sources) > 1 else folders[0] / "report" / "index.html"
+        out = folders[0] / "report" / ("compare.html" if len(sources) > 1 else "index.html")
     elif out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"--out: found {out}, expected the name of a file in a folder that exists")
     write_output(out, _make_page(sources))
     return out
 
 
-def _read_run(folder: Path) -> _Source:
+def _read_run(folder: Path, name: str) -> _Source:
     path = folder / "metrics.jsonl"
     records = read_metrics(path)
     if not records:
         raise DataError(f"{path}: no whole record: the run has not finished its first step")
     with reworded(ConfigError, DataError, suffix="; something has changed the file since the run wrote it"):
         config = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else {}
-    return _Source(str(folder), folder, records, make_curves(records), config)
+    return _Source(name, folder, records, make_curves(records), config)
 
 
 def _make_page(sources: Sequence[_Source]) -> bytes:
@@ -91,19 +92,19 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
         if any(panel.is_recorded(run.curves) for run in runs):
             first, figures = len(figures), [*figures, *make_figures(panel, runs)]
             panels.append((key, panel, range(first, len(figures))))
-    headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
-    labels = dict.fromkeys(label for headline in headlines for label in headline)
+    folders, settings = [source.folder for source in sources], [flatten(source.config) for source in sources]
+    headlines = [_make_headline(s.records, s.curves, of_run) for s, of_run in zip(sources, settings, strict=True)]
+    differences = differing_settings(folders, settings)
+    labels = dict.fromkeys(label for headline in headlines for label in headline if _SAID.get(label) not in differences)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
-    named = list(zip(sources, prefixes, strict=True))
-    verdicts = [render_verdicts(source.records, source.config, prefix) for source, prefix in named]
-    samples, notes = zip(*(for_page(source.folder, prefix) for source, prefix in named), strict=True)
-    facts = {
-        "title": _get_setting(sources[0].config, "run", "name", names[0]) if is_single else " against ".join(names),
-        "folders": ", ".join(str(source.folder.resolve()) for source in sources),
+    verdicts = [render_verdicts(s.records, s.config, prefix) for s, prefix in zip(sources, prefixes, strict=True)]
+    samples, notes = zip(*map(for_page, folders, prefixes), strict=True)
+    tables = {"rows": rows, "differences": differences, "panels": panels, "notes": notes}
+    facts = tables | {
+        "title": settings[0].get("run.name", names[0]) if is_single else " against ".join(names),
+        "heads": [*zip(prefixes, colors, settings, map(head_line, folders, settings), strict=False)],
         "verdicts": Markup().join(verdicts),
-        "rows": rows if is_single else [["", *names], *rows],
-        "panels": panels,
-        "notes": notes,
+        "names": [] if is_single else names,
         "glossary": read_table(__file__, "glossary.toml"),
         "figures": _embed(figures),
         "samples": _embed([*chain(*samples)]),
@@ -114,7 +115,7 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     return _TEMPLATES.get_template("page.html").render(facts).encode()
 
 
-def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
+def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, settings: Settings) -> dict[str, str]:
     """Return the table at the top of the page, label -> value; "not recorded" where the run has no value."""
     evaluations = {record["step"]: record for record in records if record["kind"] == "eval"}
     rows = {} if "eval/pass_rate" in curves else {"Held-out pass rate": NOT_RECORDED}
@@ -138,14 +139,7 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
     rows["Responses with a reward"] = describe_judged(counts) or all_judged
     if (failed := curves.get("episode/failed_fraction")) is not None:
         rows["Episodes that failed"] = f"{100.0 * failed.finite.mean():.3g}%"
-    rows["Objective"] = _get_setting(config, "train", "objective")
-    rows["Routing replay"] = _get_setting(config, "train", "replay")
-    return rows
-
-
-def _get_setting(config: dict[str, Any], table: str, key: str, missing: str = NOT_RECORDED) -> str:
-    section = config.get(table)
-    return str((section.get(key) if isinstance(section, dict) else None) or missing)
+    return rows | {label: str(settings.get(key) or NOT_RECORDED) for label, key in _SAID.items()}
 
 
 def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str = "") -> Markup:
@@ -159,21 +153,8 @@ def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, A
     active = [check for check in CHECKS if getattr(settings, check.name) != "off"]
     ran = [check.name for check in active if any(check.look(record)[1] is not None for record in records)]
     idle = [check.name for check in CHECKS if check.name not in ran]
-    lists = [("Checks that looked", ran), ("off, or nothing to judge", idle)]
-    looked = "; ".join(f"{title}: {', '.join(names)}" for title, names in lists if names) + "."
-    prefix = f"{name}: " if name else ""
-    say = str if name else str.capitalize
-    verdicts, cards = judge_run(records, settings), []
-    for verdict in verdicts:
-        since = "" if verdict.since is None else f"since step {verdict.since}, "
-        observation = f"{since}{verdict.check}: {verdict.found}"
-        cards.append((verdict.level, prefix + say(verdict.level), observation, verdict.cause, verdict.advice))
-    if not ran:
-        cards.append(("warning", prefix + say("not judged"), "the run has recorded nothing that a check reads", "", ""))
-    elif not any(verdict.level == "alarm" for verdict in verdicts):
-        level, observation = ("warning", "") if verdicts else ("ok", "no warning either")
-        cards.insert(0, (level, prefix + say("no alarm"), observation, "", ""))
-    return Markup(_TEMPLATES.get_template("verdicts.html").render(cards=cards, looked=prefix + looked))
+    facts = {"name": name, "ran": ran, "idle": idle, "verdicts": judge_run(records, settings)}
+    return Markup(_TEMPLATES.get_template("verdicts.html").render(facts))
 
 
 def _embed(value: Any) -> Markup:

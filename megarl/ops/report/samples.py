@@ -1,5 +1,6 @@
 """``megarl samples``, and the samples in a report: the model's texts."""
 
+import json
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ class Samples:
     """The folder of the run."""
     step: int | None = None
     """Only this step's, from 1."""
+    json: bool = False
+    """Print one JSON object per response, as stored."""
 
     def run(self, overrides: Overrides) -> None:
         """DataError if the run has stored no samples; ConfigError if nothing matches."""
@@ -43,9 +46,9 @@ class Samples:
         if not matching:
             stored = f"{total} responses of steps {first} to {last}" if total else "none"
             raise ConfigError(f"{file}: no response matches, of {stored}")
-        for sample in matching:
-            print(describe(sample), end="\n\n")
-        print(f"{len(matching)} of {total} responses, of steps {first} to {last}")
+        print(*map(json.dumps if self.json else describe, matching), sep="\n" if self.json else "\n\n")
+        if not self.json:
+            print(f"\n{len(matching)} of {total} responses, of steps {first} to {last}")
 
 
 def describe(sample: Mapping[str, Any]) -> str:
@@ -60,6 +63,7 @@ def describe(sample: Mapping[str, Any]) -> str:
     texts = [("prompt", sample["prompt"])]
     for author, text in sample["parts"] or [["model", sample["response"]]]:
         texts.append(("response" if author == "model" else author, text))
+    texts += [("expected", text) for text in [sample["expected"]] if text is not None]
     lines = [f"  {name}:\n    " + text.replace("\n", "\n    ") for name, text in texts]
     error = [f"  error: {sample['error']}"] if sample["error"] else []
     return printable("\n".join(["--- " + "  ".join(head), *lines, *error]))
@@ -97,7 +101,8 @@ def _for_page(sample: Mapping[str, Any], name: str) -> dict[str, Any]:
     keys = ("step", "group", "sample", "reward", "length", "gap", "finish", "tool_calls")
     rewards = ", ".join(f"{name_of_reward} {value:.4g}" for name_of_reward, value in sample["rewards"].items())
     response = "\n".join(f"[{author}]\n{text}" for author, text in sample["parts"]) or sample["response"]
-    texts = {"prompt": sample["prompt"], "response": response, "error": sample["error"] or "", "rewards": rewards}
+    texts = {"prompt": sample["prompt"], "response": response, "expected": sample["expected"] or ""}
+    texts |= {"error": sample["error"] or "", "rewards": rewards}
     shown = {key: _shorten(printable(text)) for key, text in texts.items()}
     return {key: sample[key] for key in keys} | shown | {"run": name, "flags": [*map(printable, flags(sample))]}
 

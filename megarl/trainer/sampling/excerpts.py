@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.core.types import Rollout
+from megarl.data.prompts import Prompt
 from megarl.engines.player import Sample
 from megarl.trainer.sampling.assignment import Key
 
@@ -22,22 +23,22 @@ def choose(keys: Sequence[Key], count: int | Literal["all"], step: int) -> list[
     return [keys[(index * len(keys) // count + step) % len(keys)] for index in range(count)]
 
 
-def describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Sequence[str]) -> Excerpt:
+def describe(sample: Sample, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> Excerpt:
     """Return the text and the facts of a sample, without the results of training.
 
-    components: the names of several rewards. A sample without a response, because its episode failed in the first
-    turn, has empty texts.
+    names: of several rewards. A sample whose episode failed in the first turn has an empty response.
     """
     rollout = sample.rollout
-    excerpt: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "finish": "abort"}
+    excerpt: Excerpt = {"prompt": prompt.text, "response": "", "parts": [], "length": 0, "finish": "abort"}
     if rollout is not None:
         texts = {"prompt": rollout.tokens[: rollout.prompt_length], "response": rollout.response_tokens}
         excerpt |= {name: tokenizer.decode(tokens.tolist()) for name, tokens in texts.items()}
         excerpt |= {"parts": _split(rollout, tokenizer), "length": int(rollout.loss_mask.sum())}
         excerpt |= {"finish": rollout.finish_reason}
     return excerpt | {
+        "expected": prompt.answer,
         "reward": None if sample.reward is None else float(sample.reward),
-        "rewards": {name: float(value) for name, value in zip(components, sample.components, strict=False)},
+        "rewards": {name: float(value) for name, value in zip(names, sample.components, strict=False)},
         "error": sample.failure and sample.failure.error,
         "tool_calls": sum(author == "environment" for author, _ in excerpt["parts"]),
     }

@@ -176,7 +176,7 @@ class Sampler:
             table.describe_unjudged(),
             places,
             np.stack([places[selection.prompts], selection.samples], 1)[trains],
-            self._excerpts(step, samples, table.failed),
+            self._excerpts(step, samples, places, table.failed),
         )
 
     def go_on(self, step: int) -> None:
@@ -189,13 +189,14 @@ class Sampler:
         params = self._params(step)
         return requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
 
-    def _excerpts(self, step: int, samples: Mapping[Key, Sample], failed: Key | None) -> dict[Key, excerpts.Excerpt]:
+    def _excerpts(self, step: int, samples: Mapping[Key, Sample], places: Any, failed: Key | None) -> dict[Key, Any]:
         count = self.config.log.samples_per_step
         keys = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
         if count and failed is not None and failed in samples and failed not in keys:
             keys = sorted([*keys, failed])
         names = tuple(self.config.reward.weights)
-        return {key: excerpts.describe(samples[key], self.tokenizer, names) for key in keys}
+        prompts = {key: self._prompt_at(places[key[0]]) for key in keys}
+        return {key: excerpts.describe(samples[key], prompts[key], self.tokenizer, names) for key in keys}
 
     def evaluate(self) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
@@ -269,12 +270,11 @@ class Sampler:
 
     def _make_window_draw(self, begun: untrained.Untrained, step: int, *, ends: bool = True) -> Draw:
         """Return the draw of prompts that are numbered by place: seeds are of (0, place), in any step."""
-
-        def prompt_at(place: int) -> Prompt:
-            return self.prompts[int(self.order.take(place, 1)[0])]
-
-        request_of = requests.make_requests(self.config.run.seed, requests.TRAIN, 0, prompt_at)
+        request_of = requests.make_requests(self.config.run.seed, requests.TRAIN, 0, self._prompt_at)
         return Draw(begun.asker(step, ends=ends), request_of, self.player, begun.paused)
+
+    def _prompt_at(self, place: int) -> Prompt:
+        return self.prompts[int(self.order.take(int(place), 1)[0])]
 
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes by prompt; a collective call."""
