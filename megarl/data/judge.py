@@ -67,15 +67,10 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
     """
 
     def __init__(
-        self,
-        function: str,
-        *,
-        workers: int | None = 1,
-        timeout_s: float = 30.0,
-        max_characters: int | None = None,
-        model: RewardModelConfig | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> None:
+        self, function: str, *,
+        workers: int | None = 1, timeout_s: float = 30.0, max_characters: int | None = None,
+        model: RewardModelConfig | None = None, weights: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         """Raise ConfigError if the function cannot be used.
 
         workers: None for this rank's share of the cores. max_characters: a function marked with ``wrong_if_stopped``

@@ -67,15 +67,10 @@ def write_tiny_model(path: str | Path, *, seed: int = 0, family: Family = "qwen3
 
 
 def write_sort_task(
-    path: str | Path,
-    *,
-    seed: int = 0,
-    num_train: int = 4096,
-    num_heldout: int = 256,
-    num_demonstrations: int = 38400,
-    digits: int = 6,
+    path: str | Path, *,
+    seed: int = 0, num_train: int = 4096, num_heldout: int = 256, num_demonstrations: int = 38400, digits: int = 6,
     wrong_share: float = 0.55,
-) -> None:
+) -> None:  # fmt: skip
     """Write train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the folder ``path``.
 
     Lines are {"prompt", "answer"} in the first two files, {"prompt", "response"} in the third file. All prompts differ.

@@ -94,13 +94,9 @@ class Hook:
         return type(None), ()
 
     def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
+        self, scores: torch.Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(scores at the chosen experts [T_local, K], experts int64 [T_local, K]) of scores [T_local, E].
 
         Megatron, from 0.16 on, calls this in place of its own top-k.

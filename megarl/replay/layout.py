@@ -37,17 +37,10 @@ def stack_routes(traces: Sequence[RoutingTrace], seq_length: int | None = None) 
 
 
 def local_rows(
-    shape: MoeShape,
-    layers: Sequence[int],
-    tp: tuple[int, int],
-    cp: tuple[int, int],
-    experts: Tensor,
-    present: Tensor | None = None,
-    token_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    gates: Tensor | None = None,
-) -> MicroRoutes:
+    shape: MoeShape, layers: Sequence[int], tp: tuple[int, int], cp: tuple[int, int], experts: Tensor,
+    present: Tensor | None = None, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None, gates: Tensor | None = None,
+) -> MicroRoutes:  # fmt: skip
     """``RoutingReplay.rows`` of any rank: its global layers, and its size and rank in tp (1, 0 without SP) and cp.
     ReplayError for columns of other shapes; experts, gates [tokens, L, K].
     """

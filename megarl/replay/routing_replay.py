@@ -100,14 +100,10 @@ class RoutingReplay:
         return tuple(hook.layer for hook in self._hooks)
 
     def rows(
-        self,
-        experts: torch.Tensor,
-        present: torch.Tensor | None = None,
-        token_ids: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        cu_seqlens_padded: torch.Tensor | None = None,
+        self, experts: torch.Tensor, present: torch.Tensor | None = None, token_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None, cu_seqlens_padded: torch.Tensor | None = None,
         gates: torch.Tensor | None = None,
-    ) -> MicroRoutes:
+    ) -> MicroRoutes:  # fmt: skip
         """Return the routes of one micro-batch as this rank's routers see them (TP with SP, CP, PP, VPP).
 
         Give the whole micro-batch on every rank, with all MoE layers of the model in layer order: experts [b, s, L, K],
@@ -145,17 +141,11 @@ class RoutingReplay:
 
     @contextmanager
     def replay(
-        self,
-        routes: Routes,
-        observe: bool = False,
-        compared: Routes | None = None,
-        min_agreement: float | None = None,
+        self, routes: Routes, observe: bool = False, compared: Routes | None = None, min_agreement: float | None = None,
         *,
-        checked: bool = False,
-        checks: DeviceChecks | None = None,
-        min_score: float | None = None,
+        checked: bool = False, checks: DeviceChecks | None = None, min_score: float | None = None,
         scored: Scored = False,
-    ) -> Iterator[Recording]:
+    ) -> Iterator[Recording]:  # fmt: skip
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
         With activation checkpointing, run the backward pass in the block of its forward pass, in any order. ReplayError

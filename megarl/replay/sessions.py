@@ -110,16 +110,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        hooks: Sequence[Hook],
-        routes: Routes | None,
-        keep: bool,
-        compared: Routes | None,
-        min_agreement: float = 0.0,
-        checks: DeviceChecks | None = None,
-        min_score: float = 0.0,
-        scored: Scored = False,
-    ) -> None:
+        self, hooks: Sequence[Hook], routes: Routes | None, keep: bool, compared: Routes | None,
+        min_agreement: float = 0.0, checks: DeviceChecks | None = None, min_score: float = 0.0, scored: Scored = False,
+    ) -> None:  # fmt: skip
         self.replays = routes is not None
         """Whether the experts come from given routes and not from the router."""
         self._routes, self._checks, self._min_agreement = routes or (), checks, min_agreement

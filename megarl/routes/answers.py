@@ -26,14 +26,9 @@ from megarl.routes.trace import RoutingTrace
 
 
 def routes_from_sglang(
-    response: Any,
-    shape: MoeShape,
-    start: int = 0,
-    *,
-    tokens: Sequence[int] | None = None,
-    label: str = "SGLang's answer",
-    logical_ids: np.ndarray | None = None,
-) -> RoutingTrace:
+    response: Any, shape: MoeShape, start: int = 0, *,
+    tokens: Sequence[int] | None = None, label: str = "SGLang's answer", logical_ids: np.ndarray | None = None,
+) -> RoutingTrace:  # fmt: skip
     """Return the routes [T, L, K] of prompt and response from one JSON answer of SGLang's ``/generate``.
 
     Ask with ``return_routed_experts`` a server that was started with ``--enable-return-routed-experts``. T is
@@ -98,14 +93,9 @@ def read_routes(
 
 
 def decode_routes(
-    text: str,
-    num_rows: int,
-    shape: MoeShape,
-    label: str,
-    known_rows: int = 0,
-    tokens: Sequence[int] | None = None,
+    text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0, tokens: Sequence[int] | None = None,
     logical_ids: np.ndarray | None = None,
-) -> RoutingTrace:
+) -> RoutingTrace:  # fmt: skip
     """Return the routes of the MoE layers without the known rows; ``present`` is None if no row is missing.
 
     ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. Servers before 0.5.12 send the

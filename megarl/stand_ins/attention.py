@@ -128,15 +128,10 @@ class PackedAttention(torch.nn.Module):
         self.softmax_offset = sinks if config.softmax_type == "learnable" else None
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return [T, heads * d], see the class."""
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")

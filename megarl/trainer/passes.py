@@ -57,15 +57,10 @@ class PassOutput:
 
 
 def run_pass(
-    policy: Policy,
-    mini: MiniBatch,
-    routing: Routing | None = None,
-    *,
-    chunks: Sequence[torch.nn.Module] | None = None,
-    leaves_mistakes: bool = False,
-    checks: DeviceChecks | None = None,
+    policy: Policy, mini: MiniBatch, routing: Routing | None = None, *,
+    chunks: Sequence[torch.nn.Module] | None = None, leaves_mistakes: bool = False, checks: DeviceChecks | None = None,
     **options: Any,
-) -> PassOutput:
+) -> PassOutput:  # fmt: skip
     """Run micro-batches through the model, inside ``routing`` (default: replay the mini-batch's routes, if any).
 
     chunks: another model than the policy's; options: of ``forward.run``. An error when the routing closes is raised on

@@ -119,13 +119,9 @@ class TrainStep:
         return replace(mini, first=passes.compare_engines(self.policy, mini, output, plan))
 
     def update(
-        self,
-        plan: StepPlan,
-        minis: Sequence[MiniBatch],
-        index: int,
-        judged: Judged | None = None,
+        self, plan: StepPlan, minis: Sequence[MiniBatch], index: int, judged: Judged | None = None,
         advance: Advance | None = None,
-    ) -> tuple[list[MiniBatch], dict[str, Stat]]:
+    ) -> tuple[list[MiniBatch], dict[str, Stat]]:  # fmt: skip
         """Take the optimizer step of mini-batch ``index``; return all mini-batches, and statistics of this rank.
 
         The weights have moved since ``look`` unless ``index`` is 0. If the update includes the first pass over the

@@ -78,13 +78,9 @@ class RoutingReport:
 
 
 def compare_routes(
-    passes: Sequence[ExpertSets],
-    expected: Sequence[ExpertSets],
-    layers: Sequence[int],
-    recomputed: Sequence[ExpertSets] = (),
-    draft: Sequence[ExpertSets] = (),
-    num_zero_gates: int = 0,
-) -> RoutingReport:
+    passes: Sequence[ExpertSets], expected: Sequence[ExpertSets], layers: Sequence[int],
+    recomputed: Sequence[ExpertSets] = (), draft: Sequence[ExpertSets] = (), num_zero_gates: int = 0,
+) -> RoutingReport:  # fmt: skip
     """Compare used with expected experts by micro-batch, and recomputations with the passes that they repeat.
 
     layers: numbers of the L layers for the text. draft: experts in prediction layers, which must not be those that a

@@ -99,15 +99,9 @@ def positive_part(rewards: Values, groups: Values) -> Tensor:
 
 
 def normalize_by_pool(
-    rewards: Values,
-    groups: Values,
-    pool_rewards: Values,
-    pool_groups: Values,
-    scale: PoolScale = "none",
-    ddof: int = 1,
-    floor: float = 1e-6,
-    rate_eps: float = 0.0,
-) -> Tensor:
+    rewards: Values, groups: Values, pool_rewards: Values, pool_groups: Values, scale: PoolScale = "none",
+    ddof: int = 1, floor: float = 1e-6, rate_eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Return ``(R - mean_pool(R)) / s`` for trained responses, with statistics of all sampled responses.
 
     s by ``scale``: 1 | ``max(std_pool, floor)`` | ``mean_pool + rate_eps`` | ``sqrt(mean_pool + rate_eps)``, these two

@@ -9,14 +9,9 @@ from megarl.core.advantages.groups import Values, prepare, standardize
 
 
 def token_level_returns(
-    rewards: Values,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    beta: float,
+    rewards: Values, logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, beta: float,
     horizon: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``r_j = R - beta / H * sum_{i>=j} K_i`` with ``K_i = log pi_theta(y_i) - log pi_ref(y_i)``, detached.
 
     H is ``horizon`` if given, else the number of loss tokens of the response. The policy gradient of ``E[R - beta / H *
@@ -44,17 +39,9 @@ def token_level_returns(
 
 
 def token_level_kl(
-    rewards: Values,
-    groups: Values,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    beta: float,
-    ddof: int = 0,
-    eps: float = 1e-6,
-    horizon: int | None = None,
-) -> Tensor:
+    rewards: Values, groups: Values, logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor,
+    beta: float, ddof: int = 0, eps: float = 1e-6, horizon: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return ``(r_j - mean_j) / (std_j + eps)``: returns to go, standardised per position over the group.
 
     r_j is that of ``token_level_returns``. Statistics at j are over the responses of the group with a j-th loss token;

@@ -177,14 +177,10 @@ def ada_seq_pos(
 
 
 def ada_seq_balance(
-    train_size: int = 4,
-    *,
-    positives: int | None = None,
-    negatives: int | None = None,
-    round_size: int = 8,
-    max_samples: int = 32,
+    train_size: int = 4, *,
+    positives: int | None = None, negatives: int | None = None, round_size: int = 8, max_samples: int = 32,
     threshold: float = POSITIVE,
-) -> Sequential:
+) -> Sequential:  # fmt: skip
     """Return Ada-Seq-Balance: sample until half of ``train_size`` is positive and the remainder negative.
 
     Defaults as in the released code: ``train_size // 2`` positives, ``train_size - train_size // 2`` negatives.

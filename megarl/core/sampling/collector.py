@@ -123,16 +123,10 @@ class Collector:
     """
 
     def __init__(
-        self,
-        rule: SamplingRule,
-        num_prompts: int,
-        *,
-        refill: bool = False,
-        spare: int = 0,
-        max_prompts: int | None = None,
-        seed: int | None = None,
+        self, rule: SamplingRule, num_prompts: int, *,
+        refill: bool = False, spare: int = 0, max_prompts: int | None = None, seed: int | None = None,
         numbers: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         limit = num_prompts if max_prompts is None else max_prompts
         self.rule, self.seed, self.numbers = rule, seed, range(limit) if numbers is None else numbers
         self._num_prompts, self._refill, self._limit, self._spare = num_prompts, refill, limit, spare

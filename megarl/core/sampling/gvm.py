@@ -12,14 +12,9 @@ from megarl.errors import refusal
 
 
 def gvm_allocate(
-    pass_rates: Numbers,
-    grad_norms: Numbers,
-    total: int,
-    alpha: float = 1e-3,
-    beta: float = 2.0,
-    *,
+    pass_rates: Numbers, grad_norms: Numbers, total: int, alpha: float = 1e-3, beta: float = 2.0, *,
     high: int | None = None,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Return ``n = total * w / sum(w)`` in whole numbers, with ``w = G / sqrt(p + alpha / p^(beta - 1))``.
 
     This minimises ``sum G^2 / (p n) / (1 + alpha / p^beta)``. The weight grows as p falls, down to ``p = (alpha (beta -

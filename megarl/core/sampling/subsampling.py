@@ -10,13 +10,9 @@ from megarl.errors import ConfigError, NumericsError, refusal
 
 
 def subsample(
-    rewards: Sequence[float] | np.ndarray,
-    n: int,
-    rule: Keep,
-    *,
-    threshold: float = POSITIVE,
-    seed: int | Sequence[int] | None = None,
-) -> np.ndarray:
+    rewards: Sequence[float] | np.ndarray, n: int, rule: Keep, *,
+    threshold: float = POSITIVE, seed: int | Sequence[int] | None = None,
+) -> np.ndarray:  # fmt: skip
     """Return the ascending indices of the ``n`` samples of a prompt that train; all indices if ``n`` is larger.
 
     rewards: [P] in the order in which the samples were asked for; positive is above ``threshold``. rule:

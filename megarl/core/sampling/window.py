@@ -19,16 +19,9 @@ class WindowSamples:
     """Asks for the samples of a step, the oldest prompts first, and in free places for samples of later steps."""
 
     def __init__(
-        self,
-        prompts: Sequence[int],
-        group_size: int,
-        size: int,
-        *,
-        most_passed: int = 0,
-        due: Collection[int] = (),
-        arrived: Collection[Key] = (),
-        ends: bool = True,
-    ) -> None:
+        self, prompts: Sequence[int], group_size: int, size: int, *,
+        most_passed: int = 0, due: Collection[int] = (), arrived: Collection[Key] = (), ends: bool = True,
+    ) -> None:  # fmt: skip
         """prompts: untrained, in order; size: B, whose samples are the places; most_passed: W; arrived: samples that
         are complete; ends: False lets responses go on when B prompts can train; no further response is begun."""
         self._prompts, self._group_size, self._size = prompts, group_size, size

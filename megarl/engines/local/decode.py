@@ -77,13 +77,9 @@ class Reader:
 
 @torch.inference_mode()
 def decode(
-    reader: Reader,
-    requests: Sequence[SampleRequest],
-    params: SamplingParams,
-    limits: np.ndarray,
-    version: int,
+    reader: Reader, requests: Sequence[SampleRequest], params: SamplingParams, limits: np.ndarray, version: int,
     on_finish: OnFinish,
-) -> list[Rollout]:
+) -> list[Rollout]:  # fmt: skip
     """Sample one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
     With ``params.segment_tokens``, the batch ends after this number of steps, or a multiple, if a row has finished; the
@@ -151,14 +147,9 @@ def decode(
 
 
 def _cut_into_rollouts(
-    requests: Sequence[SampleRequest],
-    columns: Sequence[np.ndarray],
-    recorded: Mapping[str, np.ndarray],
-    num_read: int,
-    kept_steps: Sequence[tuple[np.ndarray, np.ndarray]],
-    is_stop: np.ndarray,
-    version: int,
-) -> list[Rollout]:
+    requests: Sequence[SampleRequest], columns: Sequence[np.ndarray], recorded: Mapping[str, np.ndarray], num_read: int,
+    kept_steps: Sequence[tuple[np.ndarray, np.ndarray]], is_stop: np.ndarray, version: int,
+) -> list[Rollout]:  # fmt: skip
     """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
 
     columns: request, token and log-probability of each token; first the ``num_read`` tokens of all prompts, then step

@@ -42,17 +42,11 @@ class LocalEngine(Engine):
     """
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        fp8_rounding: bool = False,
-        fp8_activations: bool = False,
-        fp8_kv_cache: bool = False,
-        max_batch_size: int = 256,
+        self, config: PretrainedConfig, *,
+        dtype: torch.dtype = torch.float32, device: str = "cpu", fp8_rounding: bool = False,
+        fp8_activations: bool = False, fp8_kv_cache: bool = False, max_batch_size: int = 256,
         experts_implementation: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Build the model of a Hugging Face config without weights; ``update_weights`` must come first.
 
         fp8_rounding: round the linear weights of attention and experts through FP8 blocks of 128 x 128 as they arrive.

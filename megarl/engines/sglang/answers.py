@@ -93,15 +93,9 @@ _ANSWER, _LOGPROBS = TypeAdapter(_Answer), TypeAdapter(list[float | None])
 
 
 def parse_answer(
-    request: SampleRequest,
-    answer: Any,
-    version: int,
-    shape: MoeShape | None,
-    rid: str,
-    params: SamplingParams,
-    bounds: Bounds,
-    stopped: bool = False,
-) -> Rollout:
+    request: SampleRequest, answer: Any, version: int, shape: MoeShape | None, rid: str, params: SamplingParams,
+    bounds: Bounds, stopped: bool = False,
+) -> Rollout:  # fmt: skip
     """Return the rollout in a ``/generate`` answer.
 
     version: of the last weight update. shape: None for a request without routes. rid: id of the request, which the

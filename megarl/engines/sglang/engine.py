@@ -39,19 +39,11 @@ class SGLangEngine(Engine):
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        config: Mapping[str, Any],
-        *,
-        fleet: Fleet | None,
-        helper: Helper | None = None,
-        agree: Callable[[MegarlError | None], None] | None = None,
-        settings: SGLangConfig | None = None,
-        api_key: str | None = None,
-        form: WeightForm | None = None,
-        reread: Reread = "replay",
-        tell: Tell = print,
-    ) -> None:
+        self, urls: Sequence[str], config: Mapping[str, Any], *,
+        fleet: Fleet | None, helper: Helper | None = None, agree: Callable[[MegarlError | None], None] | None = None,
+        settings: SGLangConfig | None = None, api_key: str | None = None, form: WeightForm | None = None,
+        reread: Reread = "replay", tell: Tell = print,
+    ) -> None:  # fmt: skip
         """config: the model's config.json. fleet: sends the weights, in ``form`` (default bf16); absent on all ranks
         but the sender. helper: makes handles of the rank's memory for the servers. agree: a barrier of the ranks that
         share the servers; an error on any rank is raised on all ranks. reread: use of routes after a retraction. tell:

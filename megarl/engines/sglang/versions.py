@@ -77,13 +77,8 @@ FAULTS = [Fault(name, **fields) for name, fields in TABLE["faults"].items()]
 
 
 def check_server(
-    info: Arguments,
-    tp: int,
-    routes: bool = True,
-    nucleus: bool = False,
-    source: Path | None = None,
-    fp8: bool = False,
-) -> tuple[Version, list[str]]:
+    info: Arguments, tp: int, routes: bool = True, nucleus: bool = False, source: Path | None = None, fp8: bool = False,
+) -> tuple[Version, list[str]]:  # fmt: skip
     """Return the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server, or if its
     tensor-parallel size is not ``tp``. routes: whether the server must return routes; nucleus: whether top_p is below
     1; source: folder with the model's config.json; fp8: whether weights are sent as FP8 blocks."""

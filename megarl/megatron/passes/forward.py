@@ -97,14 +97,10 @@ def _weigh(weights: Tensor, column: Tensor) -> Tensor:
 
 
 def run(
-    chunks: Sequence[torch.nn.Module],
-    micro_batches: Sequence[MicroBatch],
-    *,
-    temperature: float,
-    vocab_size: int,
-    coefficients: CoefficientFn | None = None,
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], *,
+    temperature: float, vocab_size: int, coefficients: CoefficientFn | None = None,
     on_micro_batch: Callable[[], None] | None = None,
-) -> list[MicroOutput]:
+) -> list[MicroOutput]:  # fmt: skip
     """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
     Returns a MicroOutput per micro-batch on the last pipeline stage, an empty list elsewhere.

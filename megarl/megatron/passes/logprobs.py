@@ -45,14 +45,9 @@ def kernels_for(device: torch.device) -> ModuleType | None:
 
 
 def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float,
-    vocab_size: int,
-    group: Group = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int, group: Group = None,
     kept: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """hidden [S, H], weight [V / tp, H] (rank r holds rows r V / tp ...), labels int64 [S] -> fp32 [S], fp32 [S].
 
     Log-probabilities and entropies have gradients to hidden and weight, ``dz_v = c (1[v = y] - p_v) - e p_v (ln p_v +
@@ -193,15 +188,9 @@ def _round_up(number: int, multiple: int) -> int:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float,
-        vocab_size: int,
-        group: Group,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int, group: Group,
         kept: _Kept | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         shard, scale, ctx.hidden_dtype = _Shard(weight, vocab_size, group), 1.0 / temperature, hidden.dtype
         hidden = hidden.to(weight.dtype)
         shape, fp32 = (hidden.size(0),), {"dtype": torch.float32, "device": hidden.device}

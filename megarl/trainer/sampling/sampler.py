@@ -47,13 +47,9 @@ class Sampler:
     """Prompts, engine, environment and reward of a run, on one rank."""
 
     def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        objective: Objective,
-        train_step: TrainStep | None = None,
+        self, config: Config, engine: Engine, objective: Objective, train_step: TrainStep | None = None,
         on_finish: Advance | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``train_step``: for the rule based on the policy, GVM.
 
         ``on_finish`` is called with numbers of complete responses, and may be called with 0. An error of the callback
