@@ -4,6 +4,7 @@
     python tools/mutate.py objectives/weights     # one module of megarl/core
     python tools/mutate.py --sampled              # 30 mutants of each module of SAMPLED; exit code 1 below 90 %
     python tools/mutate.py run/lock --sample 100  # one module of megarl, more mutants
+    python tools/mutate.py objectives/masks --functions batch_bound _may_drop
     python tools/mutate.py --list ratios          # only list its mutants
 
 A mutant that no test notices shows a missing test, or is equivalent to the original. Equivalent mutants are listed with
@@ -30,7 +31,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -74,6 +75,7 @@ SAMPLED = {
     "engines/sglang/client": "engines/test_sglang_client",
     "engines/sglang/member": "engines/test_sglang_fleet",
     "replay/hooks": "megatron/test_megatron_replay megatron/test_megatron_replay_errors",
+    "replay/sessions": "megatron/test_megatron_replay megatron/test_megatron_replay_scores",
     "replay/pass_log": "megatron/test_megatron_replay_passes megatron/test_megatron_replay_attempts",
     "plugin": "megatron/test_megatron_plugin",
     "ops/launch/supervisor": "ops/launch/test_supervisor",
@@ -229,12 +231,17 @@ def find_module(module: str) -> Path:
     return ROOT / "megarl" / ("core" if module in SCORED else "") / f"{module}.py"
 
 
-def score(module: str, sample: int | None) -> tuple[list[str], list[str], int]:
-    """Run every mutant of a module, or a sample; return the keys of all, of the survivors, and how many timed out."""
+def score(module: str, sample: int | None, functions: Sequence[str] = ()) -> tuple[list[str], list[str], int]:
+    """Run every mutant of a module, or a sample; return the keys of all, of the survivors, and how many timed out.
+
+    functions: these alone, whole.
+    """
     path = find_module(module)
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     mutants = list(find_mutants(path.read_text()))
-    if sample is not None and sample < len(mutants):
+    if functions:
+        mutants = [m for m in mutants if m.function in functions]
+    elif sample is not None and sample < len(mutants):
         mutants = random.Random(module).sample(mutants, sample)
     stems = [f"core/test_{stem}" for stem in SCORED[module].split()] if module in SCORED else SAMPLED[module].split()
     files = [str(ROOT / f"tests/{stem}.py") for stem in stems]
@@ -402,6 +409,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="default: all of SCORED, or of SAMPLED with --sampled")
     parser.add_argument("--sampled", action="store_true", help="the modules of SAMPLED; 90 %% are to be killed")
     parser.add_argument("--sample", type=int, default=30, help="mutants of a module of SAMPLED, always the same ones")
+    parser.add_argument("--functions", nargs="+", default=(), help="all mutants of these functions, and no others")
     parser.add_argument("--list", action="store_true", help="list the mutants without running them")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further module after so long")
     parser.add_argument("--least", type=float, help="share of mutants to kill in each module; default 0.95 or 0.9")
@@ -420,12 +428,12 @@ def main() -> int:
         if arguments.list:
             print("\n".join(m.key for m in find_mutants(find_module(module).read_text())))
             continue
-        keys, survivors, timeouts = score(module, arguments.sample if is_sampled else None)
+        keys, survivors, timeouts = score(module, arguments.sample if is_sampled else None, arguments.functions)
         equal = set(equivalents.get(module, {}))
         for key in survivors:
             if key not in equal:
                 print(f"survived  {module}  {key}", flush=True)
-        for key in sorted((equal & set(keys) if is_sampled else equal) - set(survivors)):
+        for key in sorted((equal & set(keys) if is_sampled or arguments.functions else equal) - set(survivors)):
             print(f"listed as equivalent, but {'killed' if key in keys else 'no mutant'}  {module}  {key}")
         counted, alive = len(keys) - len(equal & set(survivors)), len(set(survivors) - equal)
         share = 1 - alive / max(counted, 1)

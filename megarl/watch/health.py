@@ -309,8 +309,7 @@ class _Judge:
         self._best = max(self._best, mean)
         # The median distance of two independent normal values is 0.95 standard deviations.
         noise = median(self._reference) / math.sqrt(len(self._latest))
-        is_lower = mean < self._best - _NOISE * noise
-        return mean / self._best if is_lower else 1.0
+        return mean / self._best if mean < self._best - _NOISE * noise else 1.0
 
     def _grade(self, score: float) -> int:
         falls = self._check.name in FALLING

@@ -57,6 +57,16 @@ def test_the_rule_for_one_row_at_a_time(kind: str, top_k: int, num_experts: int,
         assert 0 < int(counts.sum()) < counts.numel() * top_k  # some, not all: the test can tell
 
 
+def test_equal_scores_are_taken_in_the_routers_order() -> None:
+    """Scores of three values, and so many experts that a sort which need not be stable takes another order."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(1, 4, (50, 128), generator=generator).double()
+    experts = torch.rand(50, 128, generator=generator).argsort(1)[:, :64]
+    used, _ = replace_weak(Question(scores, lambda rows, k, *_: rows.topk(k, dim=1), 64), experts, 1.0, False)
+    rows = (experts.tolist(), scores.topk(64, dim=1).indices.tolist(), scores.tolist())
+    assert used.tolist() == [replaced_row(*row, 1.0) for row in zip(*rows, strict=True)]
+
+
 class World:
     """A model of the matrix on one rank, with random routes and holes."""
 
