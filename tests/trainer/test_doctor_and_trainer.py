@@ -16,7 +16,7 @@ from train_world import World, trainer_of
 from megarl.config import Config
 from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
-from megarl.core.fp8 import SCALE
+from megarl.core.fp8_names import SCALE
 from megarl.errors import MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import check_fit
