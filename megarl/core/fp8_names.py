@@ -1,4 +1,4 @@
-"""Checkpoints with FP8 blocks: tensors in FP8, and the entry in config.json. Imports no torch, so that plans can ask."""
+"""Checkpoints with FP8 blocks: tensors in FP8, and the entry in config.json. Without torch, so that plans can ask."""
 
 import re
 from collections.abc import Sequence
