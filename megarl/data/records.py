@@ -52,7 +52,8 @@ def require_file(source: str | Path) -> None:
     if Path(source).suffix in FILES:
         require_regular(Path(source))
         if not Path(source).is_file():
-            raise DataError(f"{source}: there is no such file")
+            place = "" if Path(source).is_absolute() else f" in the working folder {Path.cwd()}"
+            raise DataError(f"{source}: there is no such file{place}")
 
 
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
