@@ -132,7 +132,9 @@ class ServerSteps:
         failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
-                facts = {"step": step, "restarts": self.restarts[index], "log": self._log(index)}
+                log = self._log(index)
+                said = log.read_text(errors="replace").strip().rpartition("\n")[2] if log.is_file() else ""
+                facts = {"step": step, "restarts": self.restarts[index], "log": log, "said": said}
                 failures.append(refusal("server_ended", **facts))
                 if step.code == BAD_INPUT:
                     raise ConfigError(failures[-1])

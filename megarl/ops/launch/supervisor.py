@@ -15,12 +15,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 from megarl.config import Config
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.files.outputs import free_name
+from megarl.files.texts import refusal
 from megarl.files.writing import read_record, write_atomically
 from megarl.ops.launch import steps
 from megarl.ops.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, Topology, srun
@@ -75,6 +77,8 @@ class Supervisor:
 
     def _run(self) -> int:
         self._set_topology(steps.find(self.config, os.environ))
+        if sys.executable == PYTHON and not os.environ.get("MEGARL_SRUN_ARGS") and find_spec("torch") is None:
+            raise ConfigError(refusal("no_torch_to_launch", python=PYTHON))
         self._write("starting the servers")
         self._servers.start(self.topology)
         fruitless = 0
@@ -102,6 +106,8 @@ class Supervisor:
                 # Where the cause is known, leave out further errors.
                 places = [sign | {"error": None} for sign in signs] if failure else signs
                 cause += f"; last seen: {describe_ranks(places, now=None)}"
+                if not failure and not any(sign["beat"] for sign in signs):
+                    cause += refusal("no_rank_began", python=PYTHON)
             if failure.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {cause}")
                 return BAD_INPUT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lean import make_environment
 from run_configs import SMALLEST
 
 from megarl.config import Config
@@ -71,7 +73,9 @@ def test_what_an_earlier_launch_of_the_same_job_has_left_decides_nothing(
     assert first.run() == 0
     second = launched(tmp_path, "test $(cat $RUN/stop) != $MEGARL_ATTEMPT || kill -9 $$; exit 3")
     assert second.run() == 1  # it has said nothing, so it has not finished
-    assert "exit code 3; last seen: rank 0: no sign of life" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "exit code 3; last seen: rank 0: no sign of life" in told
+    assert f"no rank of {sys.executable} has said a word" in told
     assert first.logs != second.logs
     failing = f'{sys.executable} -c \'import megarl.cli; megarl.cli.main(["status", "/nowhere"])\''
     assert launched(tmp_path, f"{failing}; exit 3").run() == 2
@@ -210,6 +214,28 @@ def test_a_setup_file_cannot_change_the_words_of_a_script(script: Path, tmp_path
     words = ["my config.toml", "--train.replay", "r2"]
     done = subprocess.run(["bash", script, *words], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("1 -m megarl.cli launch my config.toml --train.replay r2 --launch.layout")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, r"MEGARL_PYTHON is not set; tried \S+/python3 on \S+, which cannot import megarl \(ModuleNotFoundError"),
+        ({"MEGARL_PYTHON": "no/python"}, r"MEGARL_PYTHON is no/python; tried no/python on .*No such file"),
+        ({"MEGARL_SETUP": "no.sh"}, r"MEGARL_SETUP: there is no readable file no.sh \(working folder /"),
+    ],
+)
+@pytest.mark.parametrize("script", sorted(SCRIPTS.iterdir()), ids=lambda path: path.name)
+def test_a_script_names_the_variable_that_is_missing_or_wrong(
+    script: Path, variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    python = make_environment(tmp_path / "bare", distributions=())
+    environment = {"PATH": os.pathsep.join([str(python.parent), "/usr/bin", "/bin"]), **variables}
+    done = subprocess.run(
+        ["bash", script, "c.toml"], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 2
+    assert re.match(rf"megarl: error: {said}", done.stderr), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 class ShellServers(ServerSteps):
