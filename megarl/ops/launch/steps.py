@@ -133,9 +133,10 @@ class ServerSteps:
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
                 log = self._log(index)
-                said = log.read_text(errors="replace").strip().rpartition("\n")[2] if log.is_file() else ""
-                facts = {"step": step, "restarts": self.restarts[index], "log": log, "said": said}
-                failures.append(refusal("server_ended", **facts))
+                lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+                last = [line for line in lines if not line.startswith("srun:")][-1:]
+                facts = {"step": step, "restarts": self.restarts[index], "log": log, "last": "".join(last)}
+                failures.append(refusal("server_ended", python=PYTHON, **facts))
                 if step.code == BAD_INPUT:
                     raise ConfigError(failures[-1])
         return failures

@@ -227,6 +227,7 @@ class Supervisor:
                 return True
             if is_late or len(failed) == number:
                 cause = f"none of {number} servers was ready after sglang.start_deadline_s = {deadline_s:.0f} s"
+                failed[2:] = [f"and {len(failed) - 2} more"] if failed[2:] else []
                 raise RolloutError("; ".join(failed or [f"{cause}; see {self.logs}, or raise it"]))
             self._wait()
         return False
