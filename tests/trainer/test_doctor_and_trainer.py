@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from train_world import World, trainer_of
 
@@ -195,15 +196,13 @@ def test_held_out_prompts_that_are_trained_are_a_warning_of_both(
     world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     task = world.folder / "task"
-    trained, heldout = (
-        dict.fromkeys((task / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "heldout")
-    )
+    trained, heldout = ((task / f"{name}.jsonl").read_text().splitlines() for name in ("train", "heldout"))
     prompts = {json.loads(line)["prompt"] for line in trained}
     fresh = [line for line in heldout if json.loads(line)["prompt"] not in prompts]
     assert fresh
     (tmp_path / "fresh.jsonl").write_text("\n".join(fresh))
     # The same question with another answer, and with other fields around it.
-    known = json.dumps(json.loads([*trained][0]) | {"answer": "77", "note": "another line"})
+    known = json.dumps(json.loads(trained[0]) | {"answer": "77", "note": "another line"})
     (tmp_path / "mixed.jsonl").write_text("\n".join([*fresh, known]))
     sets = {"mixed": str(tmp_path / "mixed.jsonl"), "fresh": str(tmp_path / "fresh.jsonl")}
     same = {"data__heldout": str(task / "train.jsonl"), "eval__sets": sets}
@@ -212,7 +211,8 @@ def test_held_out_prompts_that_are_trained_are_a_warning_of_both(
         checks = machine.run_trial(config, set())[0]
         (told,) = [c.found for c in checks if c.name == "tokenizer, prompts, reward"] or [""]
         assert told.count("are in data.train too") == expected
-        distributed.initialize(config)
+        if not dist.is_initialized():
+            distributed.initialize(config)
         trainer_of(config)
         printed = "".join(capfd.readouterr())
         assert printed.count("are in data.train too") == expected
