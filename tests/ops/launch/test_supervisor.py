@@ -22,6 +22,7 @@ from run_configs import SMALLEST
 
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.engines.sglang.server import Server, ServerSpec
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
 from megarl.ops.launch import node, steps
 from megarl.ops.launch import supervisor as module
@@ -198,6 +199,9 @@ def test_words_commands_and_folders_that_cannot_be_are_bad_input(
         srun([Node("n1", "10.0.0.1")])
     with pytest.raises(ConfigError, match="trainer: /no/python could not be started"):
         Step("trainer", ["/no/python"])
+    spec = ServerSpec(tmp_path, tmp_path / "no", "float32", tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"found no Python at .*/no: set sglang\.python"):
+        Server(spec).start()
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be written"):
         launched(tmp_path, "true").run()
@@ -249,10 +253,11 @@ class ShellServers(ServerSteps):
         if self.lines[index] == READY:
             ready.touch()
         line = self.lines[index].replace("$READY", str(ready)).replace("$FOLDER", str(ready.parent))
-        return Step(f"server {index}", ["sh", "-c", line])
+        return Step(f"server {index}", ["sh", "-c", line], self._log(index))
 
 
 READY, ANSWERS, DIES, LATE = "sleep 61", "touch $READY; sleep 60", "exit 3", "sleep 60"
+SPEAKS = "echo but; echo why; echo 'srun: error: n5: task 0: Exited with exit code 1'; exit 1"
 ONCE = "test -e $FOLDER/again || { touch $FOLDER/again; exit 3; }; touch $READY; sleep 60"
 
 
@@ -263,6 +268,7 @@ ONCE = "test -e $FOLDER/again || { touch $FOLDER/again; exit 3; }; touch $READY;
         ((ANSWERS, ONCE), True, True),
         ((READY, LATE), True, True),  # after start_deadline_s
         ((DIES, DIES), True, "server 0 ended with exit code 3 before it was ready.*; server 1 ended"),
+        ((SPEAKS,) * 4, True, r"server0.log ends with: why \(the step's Python.*; server 1 ended .*; and 2 more$"),
         ((LATE, LATE), True, "none of 2 servers was ready after sglang.start_deadline_s = 1 s"),
         ((DIES, "exit 2"), True, ConfigError),
         ((ONCE, ONCE), False, True),
