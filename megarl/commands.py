@@ -15,8 +15,7 @@ from megarl.config import file as config_file
 from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
-from megarl.errors import ConfigError, printable
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, printable, refusal
 from megarl.ops.report.samples import Samples
 from megarl.text_table import text_table
 from megarl.watch.limits import GAP

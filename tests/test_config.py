@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import tomli_w
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,31 @@ def test_defaults_are_resolved_and_overrides_win():
     assert str(parsed(sft=SFT).sft_out) == "runs/run/sft"
     assert config.responses_per_step == 256
     assert parsed(train__mini_batches=4).optimizer_steps == 12
+
+
+@pytest.mark.parametrize(
+    "key", ["model.path", "model.reference", "data.train", "data.heldout", "sft.data", "eval.sets.aime"]
+)
+def test_an_input_that_only_the_files_folder_has_is_an_error_that_names_both(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths are relative to the working folder, also those of flags."""
+    path = tmp_path / "conf" / "run.toml"
+    (tmp_path / "conf" / "things").mkdir(parents=True)
+    path.write_text(tomli_w.dumps({**SMALLEST, "sft": SFT} if key == "sft.data" else {**SMALLEST}))
+    overrides = {"eval.sets": {"aime": "things"}} if key.startswith("eval") else {key: "things"}
+    monkeypatch.chdir(tmp_path)
+    beside = re.escape(str(tmp_path / "conf" / "things"))
+    with pytest.raises(ConfigError, match=f"{key}: there is no things in the working folder .*, but {beside} exists"):
+        config_file.load(path, overrides, trust=True)
+    monkeypatch.chdir(tmp_path / "conf")
+    config_file.load("run.toml", overrides, trust=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "things").mkdir()
+    config_file.load(path, overrides, trust=True)
+    (tmp_path / "things").rmdir()
+    (tmp_path / "conf" / "things").rmdir()
+    config_file.load(path, overrides, trust=True)  # nowhere: the checks of inputs say so
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from lean import KIT, make_environment
 from megatron_releases import installed
+from run_configs import run_text
 
+from megarl.data.tiny import write_tiny_model
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, write_traces
 
@@ -57,6 +60,48 @@ def test_traces_need_few_packages_and_what_is_missing_is_named(lean, tmp_path):
         done = lean(*words)
         assert done.returncode == 2
         assert told in done.stderr
+
+
+def test_a_plan_prepared_data_and_a_launcher_import_no_torch() -> None:
+    modules = (
+        "ops.plan.table",
+        "ops.doctor",
+        "ops.launch.supervisor",
+        "data.prepare.prepare",
+        "run.status",
+        "commands",
+    )
+    found = third_party("import " + ", ".join(f"megarl.{module}" for module in modules))
+    assert {"pydantic", "numpy"} <= found
+    assert not found & {"torch", "transformers", "megatron", "sympy", "jinja2", "datasets", "aiohttp", "psutil"}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, prompts and run.toml."""
+    folder = tmp_path_factory.mktemp("run")
+    write_tiny_model(folder / "model", seed=0)
+    for name in ("data", "heldout"):
+        (folder / f"{name}.jsonl").write_text('{"prompt": "1+1", "answer": "2", "response": "2"}\n')
+    places = {"run__dir": "run", "model__path": "model", "data__train": "data.jsonl", "data__heldout": "heldout.jsonl"}
+    sft = {"data": str(folder / "data.jsonl"), "steps": 1, "batch_size": 1, "lr": 1e-4}
+    (folder / "run.toml").write_text(run_text(sft=sft, **{key: str(folder / name) for key, name in places.items()}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("train run.toml", "sft run.toml", "eval run.toml", "gap model --config run.toml", "quickstart"),
+        *("convert model out", "quantize model out", "report run", "verify --engine http://127.0.0.1:9"),
+        *("launch run.toml", "data prepare data.jsonl out --model model", "data prepare owner/name out"),
+    ],
+)
+def test_a_command_that_needs_torch_says_in_one_line_what_to_install(lean, here: Path, words: str) -> None:
+    done = lean(*(str(here / word) if (here / word).exists() or word == "run" else word for word in words.split()))
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"megarl: error: .*'megarl-moe\[(train|data)\]'.*\n", done.stderr), done.stderr
+    assert ("[data]" in done.stderr) == words.startswith("data")
 
 
 @pytest.fixture(scope="module")

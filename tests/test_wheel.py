@@ -18,7 +18,6 @@ from megarl import __version__
 ROOT = Path(__file__).parents[1]
 DATA = ("launch", "patches")
 """Folders beside the package that the wheel carries inside of it."""
-LOAD = "import sys; from megarl.config import file; file.load(f'{sys.argv[1]}.toml', trust=True)"
 pytestmark = [pytest.mark.slow(minutes=1), pytest.mark.gate]
 
 
@@ -89,9 +88,9 @@ def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path)
     python = make_environment(tmp_path / "empty", with_pip=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def run(*words: str | Path) -> str:
-        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stderr
+    def run(*words: str | Path, cwd: Path = tmp_path, code: int = 0) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environment)
+        assert done.returncode == code, done.stderr
         return done.stdout
 
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
@@ -104,7 +103,14 @@ def test_it_works_where_only_numpy_and_pydantic_are(wheel: Path, tmp_path: Path)
     for name in recipes:
         assert name in listed
         run(megarl, "recipes", "copy", name, name)
-        subprocess.run([python, "-c", LOAD, name], cwd=tmp_path / name, env=environment, check=True)
+        words = ["--model", str(ROOT / "launch/models/Qwen3-30B-A3B")] if name == "starter" else []
+        assert "trainer's GPU, with reserves" in run(megarl, "plan", f"{name}.toml", *words, cwd=tmp_path / name)
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "1+1=2 #### 2"}\n')
+    words = ["data", "prepare", "gsm8k.jsonl", "data", "--prompt-field", "question", "--answer-after", "####"]
+    assert "data/train.jsonl: 1 prompts" in run(megarl, *words)
+    recipe = tmp_path / "qwen3-30b-a3b-64gpu"
+    (recipe / "data").symlink_to(tmp_path / "data")
+    assert "not ready for qwen3-30b-a3b-64gpu.toml" in run(megarl, "doctor", f"{recipe.name}.toml", cwd=recipe, code=1)
     assert os.access(tmp_path / "qwen3-30b-a3b-8gpu" / "local.sh", os.X_OK)
     installed = run(python, "-c", "from megarl.ops.patching.patch import PATCHES; print(PATCHES)")
     assert Path(installed.strip()).is_relative_to(tmp_path / "empty")

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from megarl.megatron.passes import logprobs
+from megarl.megatron.passes import blocks, logprobs
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_rows import Row, add_json, finish
@@ -194,7 +194,8 @@ def errors(given: Inputs, kernels: ModuleType | None, dtype: torch.dtype) -> Non
             for one in (inputs.hidden, inputs.weight):
                 one.grad = None
             several_blocks = {"FUSED_ROWS": 64, "FUSED_BYTES": 64 * 4 * max(128, vocab // 5)}
-            with replaced(logprobs, kernels_for=lambda device, module=module: module, **several_blocks):
+            kernels_for = {"kernels_for": lambda device, module=module: module}
+            with replaced(logprobs, **kernels_for), replaced(blocks, **several_blocks):
                 found, entropies = loss(inputs, True, kept)
                 ((found * inputs.coefficients).sum() + ENTROPY * entropies.sum()).backward()
             got = [found.detach(), entropies.detach(), inputs.hidden.grad, inputs.weight.grad]
@@ -288,8 +289,8 @@ def sweep_shapes(inputs: Inputs, kernels: ModuleType) -> None:
     tokens, allowed = inputs.hidden.size(0), {}
     for rows in sorted({min(tokens, rows) for rows in (1024, 2048, 4096, 8192)}):
         for mib in (16, 32, 64, 128, 192, 256, 384):
-            settings = {"FUSED_ROWS": rows, "FUSED_BYTES": mib << 20, "kernels_for": lambda device: kernels}
-            with replaced(logprobs, **settings):
+            settings = {"FUSED_ROWS": rows, "FUSED_BYTES": mib << 20}
+            with replaced(logprobs, kernels_for=lambda device: kernels), replaced(blocks, **settings):
                 columns = logprobs.fused_shape(tokens, inputs.weight.size(0))[1]
                 costs = [measure(linear, inputs, False, False) for _ in range(4)][1:]
             one = median(costs)
@@ -300,8 +301,8 @@ def sweep_shapes(inputs: Inputs, kernels: ModuleType) -> None:
             )
             if one.peak_mib <= 1024:
                 allowed[rows, mib << 20] = one.forward_ms + one.backward_ms
-    logprobs.FUSED_ROWS, logprobs.FUSED_BYTES = min(allowed, key=allowed.__getitem__)
-    print(f"chosen: {logprobs.FUSED_ROWS} rows, {logprobs.FUSED_BYTES >> 20} MiB")
+    blocks.FUSED_ROWS, blocks.FUSED_BYTES = min(allowed, key=allowed.__getitem__)
+    print(f"chosen: {blocks.FUSED_ROWS} rows, {blocks.FUSED_BYTES >> 20} MiB")
 
 
 def profile(inputs: Inputs, kernels: ModuleType) -> None:

@@ -24,6 +24,12 @@ A configuration is one TOML file. Each key is also a flag of `megarl train`, `sf
 `launch`: `--rollout.temperature 0.7`. Defaults < file < flags. A key with the default `-` may be absent; as a flag,
 `none` means no value. A wrong key, value or combination is one line and exit code 2, before torch is imported; keys of
 `[megatron]` are checked when the model is built, and by `megarl doctor`.
+
+Paths are relative to the working folder, in the file and in flags: start in the folder of the configuration, or write
+whole paths. An input that only the configuration's folder has is an error that names both. Modules of your own
+(`package.module:name`) are looked for in the configuration's folder first. A run's `config.toml` repeats paths as they
+were written; resume and evaluate in the same working folder.
+
 `tools/config_doc.py` writes this page from the code.
 """
 

@@ -1,6 +1,7 @@
 """Read a configuration from a TOML file and flags; flags win, and any mistake is one line."""
 
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,9 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
             sys.path.insert(0, folder)
         if trust and isinstance(model := table.get("model"), dict):
             model.setdefault("trust_remote_code", True)
-        return parse(table, overrides, source=str(path))
+        config = parse(table, overrides, source=str(path))
+        _require_working_folder(config, path, folder)
+        return config
     except RecursionError:
         raise ConfigError(f"{path}: not a configuration file: its tables are nested too deeply") from None
 
@@ -54,6 +57,16 @@ def _require_place(table: Mapping[str, Any], folder: Path, overrides: Mapping[st
     old_dir = inner.get("dir") if isinstance(inner, Mapping) else None
     if isinstance(old_dir, str) and "run.dir" not in overrides and Path(old_dir).resolve() != folder.resolve():
         raise ConfigError(refusal("moved_run", file=folder / SAVED, old_dir=old_dir, folder=folder))
+
+
+def _require_working_folder(config: Config, path: str | Path, folder: str) -> None:
+    """ConfigError for an input that only the file's folder has: paths are relative to the working folder."""
+    inputs = {"model.path": config.model.path, "model.reference": config.model.reference}
+    inputs |= {"data.train": config.data.train, "data.heldout": config.data.heldout}
+    inputs |= {"sft.data": config.sft.data} if config.sft else {}
+    for key, value in (inputs | {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}).items():
+        if value and not os.path.exists(value) and os.path.exists(beside := os.path.join(folder, value)):
+            raise ConfigError(refusal("other_folder", path=path, key=key, value=value, here=os.getcwd(), beside=beside))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

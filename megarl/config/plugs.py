@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megarl.errors import ConfigError, describe, reworded
-from megarl.files.texts import read_table, refusal
+from megarl.errors import ConfigError, describe, refusal, reworded
+from megarl.files.texts import read_table
 
 
 def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:

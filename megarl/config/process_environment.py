@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megarl.config.tables import Tables
@@ -49,7 +49,10 @@ def process_environment(config: Tables, environment: Mapping[str, str]) -> dict[
 
 def _expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
     """Segments that grow: batches differ in length, and fixed segments of many sizes fragment the memory."""
-    release = tuple(int(number) for number in version("torch").split(".")[:2])
+    try:
+        release = tuple(int(number) for number in version("torch").split(".")[:2])
+    except PackageNotFoundError:  # a launcher whose ranks have another Python
+        return {}
     names = ALLOCATOR_VARIABLES if release >= (2, 9) else ALLOCATOR_VARIABLES[1:]
     name = next((name for name in names if name in environment), names[0])
     setting = environment.get(name, "")

@@ -22,7 +22,8 @@ from megarl.errors import CheckpointError, ConfigError, NumericsError, printable
 from megarl.files.hf_config import family_entry
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
-from megarl.models.names import LAYOUTS, hf_shapes, is_fp32
+from megarl.models.layouts import LAYOUTS
+from megarl.models.names import hf_shapes, is_fp32
 from megarl.models.shapes import ModelShape, read_shape
 
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")

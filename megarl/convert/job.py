@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError
 
-from megarl.core.fp8 import BLOCK
+from megarl.core.fp8_names import BLOCK
 from megarl.errors import CheckpointError, MegarlError, refusal, some
 from megarl.files import outputs
 from megarl.files.writing import describe_write_error, sha256_of, write_atomically

@@ -14,7 +14,8 @@ from megarl.errors import CheckpointError
 from megarl.files.foreign_json import read_regular
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import describe_faults
-from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
+from megarl.models.layouts import LAYOUTS
+from megarl.models.names import Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
 
 _FUSED_IN_LOCAL = {

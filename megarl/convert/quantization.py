@@ -22,7 +22,8 @@ import torch
 from rich.filesize import decimal
 
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
-from megarl.core.fp8 import SCALE, fp8_config, grid_of, is_fp8_weight, quantize_fp8
+from megarl.core.fp8 import quantize_fp8
+from megarl.core.fp8_names import SCALE, fp8_config, grid_of, is_fp8_weight
 from megarl.errors import ConfigError, NumericsError, refusal, some
 from megarl.files.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint, copy_model_files, pack_shards

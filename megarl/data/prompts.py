@@ -8,12 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jinja2 import meta
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
 from megarl.config import Config
 from megarl.config.tables.data import DataConfig
@@ -21,6 +18,9 @@ from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.data.tokenizer import count_rows, tokenize
 from megarl.errors import ConfigError, DataError, refusal, reworded
 from megarl.files.bounded_process import BoundedProcess
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MOST_MARK_TOKENS = 32
 """Tokens at the end of a prompt in which a mark of the response is looked for."""
@@ -372,6 +372,9 @@ class ChatTemplate:
             raise ConfigError(refusal("unread_argument", argument=unknown[0], variables=readable))
 
     def _find_variables(self) -> set[str]:
+        from jinja2 import meta
+        from transformers.utils import chat_template_utils
+
         source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         environment = chat_template_utils._compile_jinja_template(source).environment
         return meta.find_undeclared_variables(environment.parse(source)) - {*_SET_BY_MEGARL, *environment.globals}

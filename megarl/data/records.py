@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
-from megarl.errors import ConfigError, DataError, describe
+from megarl.errors import ConfigError, DataError, describe, refusal
 from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, require_regular
 from megarl.files.outputs import write_output
-from megarl.files.texts import refusal
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
 
@@ -52,7 +51,8 @@ def require_file(source: str | Path) -> None:
     if Path(source).suffix in FILES:
         require_regular(Path(source))
         if not Path(source).is_file():
-            raise DataError(f"{source}: there is no such file")
+            place = "" if Path(source).is_absolute() else f" in the working folder {Path.cwd()}"
+            raise DataError(f"{source}: there is no such file{place}")
 
 
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:

@@ -4,22 +4,26 @@
 rules of a class for the model's type, or the folder's code makes the tokenizer, if the user trusts the code.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.config.tables.model import ModelConfig
 from megarl.errors import ConfigError, DataError, describe, refusal, reworded
 from megarl.files.foreign_json import read_object
 from megarl.files.texts import read_table
 from megarl.files.writing import find_tokenizer_code, read_record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1024
 INCOMPLETE = "\ufffd"
@@ -45,6 +49,8 @@ def load_tokenizer(folder: str | Path, key: str, trust: bool = False) -> PreTrai
     ConfigError, naming the key or flag, if no tokenizer can be read, if a check fails, and for a tokenizer that only
     untrusted code can make.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     folder = Path(folder)
     for name in _FILES:
         if os.path.lexists(folder / name):

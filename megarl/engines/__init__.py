@@ -14,3 +14,6 @@ tools/      environments, and the tools of a model
 ``local``, ``sglang`` and ``tools`` do not import each other. The engines build on ``protocol`` and ``weights``
 only.
 """
+
+BUCKET_BYTES = 256 << 20
+"""Most bytes of a bucket of weights for servers."""

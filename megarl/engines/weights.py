@@ -26,7 +26,9 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight, quantize_fp8, round_to_fp32
+from megarl.core.fp8 import quantize_fp8, round_to_fp32
+from megarl.core.fp8_names import BLOCK, SCALE, grid_of, is_fp8_weight
+from megarl.engines import BUCKET_BYTES
 from megarl.errors import ConfigError, WeightSyncError, describe, refusal
 from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
 from megarl.models.hf_files import split_by_size
@@ -152,8 +154,6 @@ Place = tuple[str, torch.dtype, torch.Size, int, int]
 """Name, dtype, shape, first byte and end byte of a tensor."""
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
-BUCKET_BYTES = 256 << 20
-"""Most bytes of a bucket for servers."""
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Halves of a projection: a single parameter in SGLang's models with latent attention."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

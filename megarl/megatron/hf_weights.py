@@ -19,7 +19,8 @@ from megarl.files import outputs
 from megarl.files.hf_config import hf_name
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
 from megarl.models import hf_files
-from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
+from megarl.models.layouts import LAYOUTS
+from megarl.models.names import Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
 from megarl.replay.megatron_state import unwrap
 

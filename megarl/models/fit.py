@@ -6,8 +6,10 @@ from pathlib import Path
 from megarl.config import Config
 from megarl.config.refusals.model import for_model, for_reference
 from megarl.config.tables.base import refuse, row
+from megarl.core.fp8_names import is_known_precision
 from megarl.core.replay_blockers import replay_blockers
 from megarl.errors import some
+from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape, read_shape
 
 
@@ -23,9 +25,6 @@ def check_fit(config: Config, shape: ModelShape) -> None:
 
 def unknown_precisions(shape: ModelShape) -> list[str]:
     """Return the names of matrices that FP8 engines are not known to hold in FP8 or in high precision."""
-    from megarl.core.fp8 import is_known_precision  # torch
-    from megarl.models.names import rules_of
-
     tensors = ((name, dims) for rule in rules_of(shape) for name, dims in zip(rule.hf, rule.dims, strict=True))
     return [name for name, dims in tensors if " " in dims and not is_known_precision(name)]
 

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megarl.core.fp8 import dequantize_fp8, grid_of
+from megarl.core.fp8 import dequantize_fp8
+from megarl.core.fp8_names import grid_of
 
 CODES = ("F8_E4M3", "U8", "I8", "I32")
 """safetensors' names of the dtypes of codes."""

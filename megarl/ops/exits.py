@@ -51,7 +51,8 @@ def run_to_exit(
         package = (error.name or "").partition(".")[0]
         if package in ("", "megarl"):
             return _fail_unexpectedly(error, words, run_folder)
-        missing = f"needs the package {package}, which is not installed: pip install 'megarl-moe[train]'"
+        extra = "data" if words[0] == "data" else "train"
+        missing = f"needs the package {package}, which is not installed: pip install 'megarl-moe[{extra}]'"
         return _fail(f"megarl {words[0]} {missing}", on_every_rank=False)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and drop_lost_outputs():

@@ -19,9 +19,9 @@ from megarl.config.command import OnConfiguration
 from megarl.config.file import load
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.engines.sglang.spec import free_port
-from megarl.errors import ConfigError, MegarlError, RolloutError, reason_of, reworded
+from megarl.errors import ConfigError, MegarlError, RolloutError, reason_of, refusal, reworded
 from megarl.files.outputs import write_output
-from megarl.files.texts import read_table, refusal
+from megarl.files.texts import read_table
 from megarl.models.shapes import read_shape
 from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report

@@ -95,6 +95,8 @@ class Trainer:
         self.tripwires = self.train_step.tripwires
         self.tripwires.say = self.monitor.say
         self.sampler = Sampler(config, self.engine, objective, self.train_step, self.monitor.watch(stop.check))
+        for warning in self.sampler.warnings:
+            self.monitor.say(f"warning: {warning}")
         self.records = SampleRecords(config, self.policy)
         self.checkpoints = RunCheckpoints(config, self.policy, self.sampler, self.tripwires, self.monitor, stop)
 

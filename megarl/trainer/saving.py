@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.errors import DamageError, MegarlError, PeerError, RolloutError, SaveError, StopError, WeightSyncError
-from megarl.files.texts import refusal
+from megarl.errors import (
+    DamageError,
+    MegarlError,
+    PeerError,
+    RolloutError,
+    SaveError,
+    StopError,
+    WeightSyncError,
+    refusal,
+)
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint, folders
 from megarl.megatron.checkpoints.saver import Saver

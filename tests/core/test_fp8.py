@@ -13,15 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.core.fp8 import (
-    dequantize_fp8,
-    fp8_config,
-    is_fp8_weight,
-    quantize_fp8,
-    round_activations,
-    round_through_fp8,
-    round_to_e4m3,
-)
+from megarl.core.fp8 import dequantize_fp8, quantize_fp8, round_activations, round_through_fp8, round_to_e4m3
+from megarl.core.fp8_names import fp8_config, is_fp8_weight
 from megarl.data.tiny import write_tiny_model
 
 

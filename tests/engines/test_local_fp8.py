@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, Mix
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import eager_attention_forward
 
-from megarl.core.fp8 import is_fp8_weight, round_through_fp8
+from megarl.core.fp8 import round_through_fp8
+from megarl.core.fp8_names import is_fp8_weight
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.engines.local.engine import FP8Products, LocalEngine

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_families import write_family
 
-from megarl.core.fp8 import is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.core.fp8 import quantize_fp8, round_through_fp8
+from megarl.core.fp8_names import is_fp8_weight
 from megarl.engines.sglang.transports.protocol import payload_of
 from megarl.engines.weights import Bucket, Intake, WeightForm, checkpoint_shapes, split_into_buckets
 from megarl.errors import WeightSyncError

@@ -29,11 +29,12 @@ from megarl.convert.job import MANIFEST, Options, same_bits
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, torch_dist_folder, units_of
 from megarl.convert.quantization import quantize
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.core.fp8 import is_fp8_weight
+from megarl.core.fp8_names import is_fp8_weight
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.files.outputs import MARK
 from megarl.models.hf_folder import INDEX
-from megarl.models.names import LAYOUTS, Layout, rules_of
+from megarl.models.layouts import LAYOUTS, Layout
+from megarl.models.names import rules_of
 from megarl.models.shapes import read_shape
 
 LOCAL = Options(layers="local")

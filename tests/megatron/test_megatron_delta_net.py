@@ -9,7 +9,7 @@ import tiny_world
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megarl.models.names import LAYOUTS
+from megarl.models.layouts import LAYOUTS
 from megarl.models.shapes import ModelShape
 
 LENGTHS = [5, 70, 1, 5, 130]

@@ -20,7 +20,7 @@ from tiny_world import config, policy_of, safetensors_of, transformers_model
 
 from megarl.convert.conversion import to_hf, to_megatron
 from megarl.convert.job import Options
-from megarl.core.fp8 import is_fp8_weight
+from megarl.core.fp8_names import is_fp8_weight
 from megarl.engines.sglang.spec import CPU_SHIM
 from megarl.engines.sglang.transports.folder import WeightFolder
 from megarl.engines.weights import WeightForm, split_into_buckets

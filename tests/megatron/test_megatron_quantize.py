@@ -23,7 +23,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from megarl.convert import job
 from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
-from megarl.core.fp8 import is_fp8_weight
+from megarl.core.fp8_names import is_fp8_weight
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_files import HFCheckpoint
 

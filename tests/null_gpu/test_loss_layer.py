@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.megatron.passes import logprobs
+from megarl.megatron.passes import blocks, logprobs
 
 pytestmark = pytest.mark.gate
 ROWS, HIDDEN, VOCABULARY, BLOCK = 512, 64, 4_000, 1_024
@@ -49,7 +49,7 @@ class Passes(TorchDispatchMode):
 
 
 def test_a_block_is_passed_over_once_forward_and_once_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "FUSED_BYTES", ROWS * BLOCK * 4)
+    monkeypatch.setattr(blocks, "FUSED_BYTES", ROWS * BLOCK * 4)
     hidden = torch.empty(ROWS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.empty(VOCABULARY, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(ROWS, device="cuda", dtype=torch.int64)

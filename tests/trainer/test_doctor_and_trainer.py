@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from train_world import World, trainer_of
 
 from megarl.config import Config
 from megarl.convert.job import Options
 from megarl.convert.quantization import quantize
-from megarl.core.fp8 import SCALE
+from megarl.core.fp8_names import SCALE
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import check_fit
@@ -187,3 +190,34 @@ def test_both_say_the_same(what: str, world: World, tmp_path: Path, monkeypatch:
     with pytest.raises(Exception) as refused:  # noqa: PT011 (what is raised is judged below)
         asks_trainer(config)
     assert isinstance(refused.value, MegarlError), refused.value
+
+
+def test_held_out_prompts_that_are_trained_are_a_warning_of_both(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = world.folder / "task"
+    trained, heldout = ((task / f"{name}.jsonl").read_text().splitlines() for name in ("train", "heldout"))
+    prompts = {json.loads(line)["prompt"] for line in trained}
+    fresh = [line for line in heldout if json.loads(line)["prompt"] not in prompts]
+    assert fresh
+    (tmp_path / "fresh.jsonl").write_text("\n".join(fresh))
+    # The same question with another answer, and with other fields around it.
+    known = json.dumps(json.loads(trained[0]) | {"answer": "77", "note": "another line"})
+    (tmp_path / "mixed.jsonl").write_text("\n".join([*fresh, known]))
+    sets = {"mixed": str(tmp_path / "mixed.jsonl"), "fresh": str(tmp_path / "fresh.jsonl")}
+    same = {"data__heldout": str(task / "train.jsonl"), "eval__sets": sets}
+    for keys, expected in ((same, 2), ({"data__heldout": sets["fresh"]}, 0)):
+        config = world.settings(run__dir=str(tmp_path / f"run{expected}"), **keys)
+        checks = machine.run_trial(config, set())[0]
+        (told,) = [c.found for c in checks if c.name == "tokenizer, prompts, reward"] or [""]
+        assert told.count("are in data.train too") == expected
+        if not dist.is_initialized():
+            distributed.initialize(config)
+        trainer_of(config)
+        printed = "".join(capfd.readouterr())
+        assert printed.count("are in data.train too") == expected
+        if expected:
+            num = len(load_prompts(config.data, load_model_tokenizer(config.model)))
+            for line in (f"data.heldout: {num} of {num} prompts", f"eval.sets.mixed: 1 of {len(fresh) + 1} prompts"):
+                assert line in told
+                assert f"warning: {line}" in printed

@@ -46,6 +46,6 @@ class Data:
     """Replace the files of an earlier call."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.data.prepare.prepare import prepare_and_show  # imports transformers
+        from megarl.data.prepare.prepare import prepare_and_show
 
         prepare_and_show(self)

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import DataConfig
-from megarl.data.math.grade import read_key
 from megarl.data.prepare.command import Data
 from megarl.data.prompts import PromptReader, Text, answer_text, check_messages
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ConfigError, DataError, printable
+from megarl.errors import ConfigError, DataError, printable, refusal
 from megarl.files.outputs import require_own_files
-from megarl.files.texts import refusal
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 
@@ -140,6 +138,8 @@ def _shape(prompt: Any, data: Data, has_chat: bool, place: str) -> str | list[di
 
 def judge_answer(answer: str) -> str | None:
     """Return why math_strict gives no response a reward, or but those spelled alike; None for a readable answer."""
+    from megarl.data.math.grade import read_key  # sympy
+
     try:
         is_spelling = read_key(answer).is_spelling
     except ValueError:
@@ -164,6 +164,9 @@ def prepare_and_show(command: Data) -> None:
     written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     lines = [f"{command.source}: read {counts['read']}; {describe_left_out(counts)}"]
     lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
-    lines += [*count_unreadable(written.values())]
+    try:
+        lines += [*count_unreadable(written.values())]
+    except ModuleNotFoundError as error:
+        lines.append(refusal("answers_unread", package=error.name))
     lines += ["[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
     print(*map(printable, lines), f"max_prompt_tokens = {command.max_prompt_tokens}", sep="\n")

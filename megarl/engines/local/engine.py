@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
+from megarl.core.fp8 import round_activations, round_to_e4m3
+from megarl.core.fp8_names import is_fp8_weight, is_known_precision
 from megarl.core.types import REPLAYED, Rollout, SampleRequest
 from megarl.engines import protocol
 from megarl.engines.local.decode import Reader, RouteRecorder, decode

@@ -28,7 +28,7 @@ from megarl.config.addresses import url_host
 from megarl.engines.sglang.http import authorization, key_named, server_info
 from megarl.engines.sglang.spec import SERVER_DTYPES, ServerSpec, command, environment, free_port, write_config
 from megarl.engines.sglang.versions import check_server, installed_release, parse_arguments, require_own
-from megarl.errors import MegarlError, RolloutError, refusal
+from megarl.errors import ConfigError, MegarlError, RolloutError, refusal
 from megarl.models.fit import servers_record
 
 REAPER = Path(__file__).parent / "reaper.py"
@@ -71,13 +71,13 @@ class Server:
             return False
 
     def start(self) -> None:
-        """Start the process and return at once; RolloutError if the process runs already or has no interpreter."""
+        """Start the process and return at once; RolloutError if it runs already, ConfigError without an interpreter."""
         with self._changing:
             if self.alive:
                 raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
             self.kill()  # processes left by a dead server
             if not Path(self.spec.python).exists():
-                raise RolloutError(f"found no Python at {self.spec.python}: set sglang.python (docs/sglang.md)")
+                raise ConfigError(f"found no Python at {self.spec.python}: set sglang.python (docs/sglang.md)")
             require_own(Path(self.spec.python))
             self._config_file = write_config(self.spec)
             server_command = command(replace(self.spec, port=self._port), self._config_file)

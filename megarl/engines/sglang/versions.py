@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
+from megarl.core.fp8_names import BLOCK
 from megarl.errors import ConfigError, RolloutError, refusal, reworded
 from megarl.files.hf_config import find_quantization
 from megarl.files.texts import read_table
@@ -106,8 +107,6 @@ def check_server(
 
 def _check_form(info: Arguments, fp8: bool) -> None:
     """ConfigError if the server's model, where its folder is on this machine, is not in the form of the updates."""
-    from megarl.core.fp8 import BLOCK  # torch
-
     config = Path(str(info.get("model_path"))) / "config.json"
     table = find_quantization(read_json(config)) or {} if config.is_file() else None
     expected = ("fp8", [*BLOCK]) if fp8 else (None, None)

@@ -24,15 +24,11 @@ from torch import Tensor
 from megarl.core.devices import to_device
 from megarl.core.ratios import segment_ids, segment_lengths
 from megarl.errors import refusal
+from megarl.megatron.passes.blocks import fused_shape, round_up
 
 Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192
 """Largest block of logits: 32 MiB in fp32."""
-FUSED_ROWS = 8192
-FUSED_BYTES = 128 << 20
-"""Rows and fp32 bytes of the largest block for the Triton kernels. A wide block seldom adds to the states' gradients, a
-high one to the weight's.
-"""
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
@@ -163,26 +159,15 @@ def _blocks(hidden: Tensor, weight: Tensor, shard: _Shard, kernels: ModuleType |
     num_rows = hidden.size(0)
     rows, columns = (ROWS, COLUMNS) if kernels is None else fused_shape(num_rows, shard.rows)
     rows, align = min(rows, num_rows), 1 if kernels is None else 64  # rows of 256 bytes suit the GPU
-    memory = torch.empty(rows * _round_up(min(columns, shard.rows), align), dtype=torch.float32, device=hidden.device)
+    memory = torch.empty(rows * round_up(min(columns, shard.rows), align), dtype=torch.float32, device=hidden.device)
     for start, end in shard.cut(columns):
-        block_weight, stride = _operand(weight[start:end]), _round_up(end - start, align)
+        block_weight, stride = _operand(weight[start:end]), round_up(end - start, align)
         for top in range(0, num_rows, rows):
             part = slice(top, min(top + rows, num_rows))
             block_hidden, num_parts = _operand(hidden[part]), part.stop - top
             logits = memory[: num_parts * stride].view(num_parts, stride)[:, : end - start]
             _product(block_hidden, block_weight.t(), logits)
             yield _Block(part, (start, end), block_weight, block_hidden, logits)
-
-
-def fused_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
-    """(rows, columns) of a block for the kernels: as many rows as possible, and blocks of equal width."""
-    rows = max(1, min(num_rows, FUSED_ROWS))
-    count = max(1, -(-num_columns * rows * 4 // FUSED_BYTES))
-    return rows, _round_up(max(1, -(-num_columns // count)), 128)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 class _LinearLogprobs(torch.autograd.Function):

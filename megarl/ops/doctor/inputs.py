@@ -33,7 +33,7 @@ def read_model(config: Config) -> tuple[list[Finding], ModelShape | None]:
     folder = Path(config.model.path)
     if not os.path.lexists(folder / "config.json"):
         problem = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
-        return [find("no_config_json", problem=problem, folder=folder)], None
+        return [find("no_config_json", problem=problem, folder=folder, here=Path.cwd())], None
     try:
         shape = read_shape(folder)
     except (MegarlError, OSError, ValueError) as error:

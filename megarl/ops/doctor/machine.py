@@ -128,7 +128,7 @@ def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
 
 
 Attempt = Callable[[], object]
-"""Raises the problem; a returned dictionary holds facts, such as a note."""
+"""Raises the problem; a returned dictionary holds facts, and a text for a finding "ok" or "warning"."""
 
 
 def run_trial(
@@ -145,8 +145,9 @@ def run_trial(
             try:
                 result = attempt()
                 facts |= result if isinstance(result, dict) else {}
-                if note := facts.pop("note", ""):
-                    checks.append(Finding(name, "ok", note))
+                for status in ("ok", "warning"):
+                    if text := facts.pop(status, ""):
+                        checks.append(Finding(name, status, text))
             except MegarlError as error:
                 checks.append(Finding(name, "failed", " ".join(str(error).split())))
             except Exception as error:  # a broken package fails with whatever its shared libraries raise
@@ -224,7 +225,7 @@ def _attend() -> dict[str, Any]:
         engine.DotProductAttention(2, 64)(tokens, tokens, tokens, **packed).sum().item()
     except Exception as error:  # whatever the shared libraries raise
         raise ConfigError(f"{describe(error)}; {_cudnn_copies()}") from error
-    return {"note": f"works; {_cudnn_copies()}"}
+    return {"ok": f"works; {_cudnn_copies()}"}
 
 
 def _cudnn_copies() -> str:
@@ -235,7 +236,7 @@ def _cudnn_copies() -> str:
     return f"cuDNN of {', '.join(folders) or 'no folder'}{advice}"
 
 
-def _read_inputs(config: Config, failed: Collection[str]) -> None:
+def _read_inputs(config: Config, failed: Collection[str]) -> dict[str, Any]:
     """Read the inputs present on this machine, and judge the first prompt's answer as a response."""
     from megarl.data.tokenizer import load_model_tokenizer
     from megarl.trainer.sampling.evaluation import read_inputs
@@ -243,7 +244,7 @@ def _read_inputs(config: Config, failed: Collection[str]) -> None:
     data, sets = config.data, {name: source for name, source in config.eval.sets.items() if Path(source).exists()}
     if not Path(data.train).exists() or any(name.startswith(("data.", "eval.", "reward.")) for name in failed):
         load_model_tokenizer(config.model)
-        return
+        return {}
     is_here = data.heldout is not None and Path(data.heldout).exists()
     present: dict[str, Any] = {"data": data.model_copy(update={} if is_here else {"heldout": None})}
     present["eval"] = config.eval.model_copy(update={"sets": sets})
@@ -253,6 +254,7 @@ def _read_inputs(config: Config, failed: Collection[str]) -> None:
             judged = inputs.judge.score(prompt=first.text, response=first.answer, answer=first.answer)
             if (error := asyncio.run(judged).error) is not None:
                 raise ConfigError(f"reward.function: with the answer of {first.source} as response: {error}")
+        return {"warning": "; ".join(inputs.warnings())}
 
 
 def _read_weights(folder: str) -> dict[str, Any]:
@@ -262,4 +264,4 @@ def _read_weights(folder: str) -> dict[str, Any]:
     from megarl.models.shapes import read_shape
 
     with HFCheckpoint(folder) as checkpoint:
-        return {"note": describe_left_out(check_tensors(checkpoint, hf_shapes(read_shape(folder))))}
+        return {"ok": describe_left_out(check_tensors(checkpoint, hf_shapes(read_shape(folder))))}

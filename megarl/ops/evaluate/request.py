@@ -7,8 +7,7 @@ from typing import Any
 
 from megarl.config import Config, ParallelConfig, SamplingConfig
 from megarl.data.benchmarks import Benchmark, choose
-from megarl.errors import ConfigError
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal
 
 WITHOUT_TRAINING = {"train.micro_batch_tokens": 2**20 * 3 * 5 * 7}
 """Overrides below the user's: responses may be longer than in training. Any likely parallel.tp divides it."""

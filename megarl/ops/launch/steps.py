@@ -29,8 +29,7 @@ from pydantic import TypeAdapter
 from megarl.config import Config
 from megarl.config.addresses import url_host
 from megarl.config.trust import safe_environment
-from megarl.errors import ConfigError, reworded
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, refusal, reworded
 
 PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
 """The Python of the steps; a container may have another Python."""
@@ -132,8 +131,11 @@ class ServerSteps:
         failures = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
-                facts = {"step": step, "restarts": self.restarts[index], "log": self._log(index)}
-                failures.append(refusal("server_ended", **facts))
+                log = self._log(index)
+                lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+                last = [line for line in lines if not line.startswith("srun:")][-1:]
+                facts = {"step": step, "restarts": self.restarts[index], "log": log, "last": "".join(last)}
+                failures.append(refusal("server_ended", python=PYTHON, **facts))
                 if step.code == BAD_INPUT:
                     raise ConfigError(failures[-1])
         return failures

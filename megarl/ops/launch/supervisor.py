@@ -15,11 +15,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 from megarl.config import Config
-from megarl.errors import ConfigError, RolloutError, printable
+from megarl.errors import ConfigError, RolloutError, printable, refusal
 from megarl.files.outputs import free_name
 from megarl.files.writing import read_record, write_atomically
 from megarl.ops.launch import steps
@@ -75,6 +76,8 @@ class Supervisor:
 
     def _run(self) -> int:
         self._set_topology(steps.find(self.config, os.environ))
+        if sys.executable == PYTHON and not os.environ.get("MEGARL_SRUN_ARGS") and find_spec("torch") is None:
+            raise ConfigError(refusal("no_torch_to_launch", python=PYTHON))
         self._write("starting the servers")
         self._servers.start(self.topology)
         fruitless = 0
@@ -102,6 +105,8 @@ class Supervisor:
                 # Where the cause is known, leave out further errors.
                 places = [sign | {"error": None} for sign in signs] if failure else signs
                 cause += f"; last seen: {describe_ranks(places, now=None)}"
+                if not failure and not any(sign["beat"] for sign in signs):
+                    cause += refusal("no_rank_began", python=PYTHON)
             if failure.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {cause}")
                 return BAD_INPUT
@@ -221,6 +226,7 @@ class Supervisor:
                 return True
             if is_late or len(failed) == number:
                 cause = f"none of {number} servers was ready after sglang.start_deadline_s = {deadline_s:.0f} s"
+                failed[2:] = [f"and {len(failed) - 2} more"] if failed[2:] else []
                 raise RolloutError("; ".join(failed or [f"{cause}; see {self.logs}, or raise it"]))
             self._wait()
         return False

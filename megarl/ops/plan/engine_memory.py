@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megarl.config import Config
-from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight
+from megarl.core.fp8_names import BLOCK, grid_of, is_fp8_weight
 from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
 from megarl.ops.plan.trainer_memory import ELEMENT

@@ -6,6 +6,7 @@ from math import prod
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError, refusal
+from megarl.megatron.passes.blocks import round_up
 from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
 
@@ -69,16 +70,12 @@ def divide_step(config: Config, layout: Layout) -> int:
     ConfigError where the interleaved schedule has more micro-batches than sequences.
     """
     cp, multiple = layout.cp, config.parallel.micro_batch_multiple
-    padded = _round_up(config.longest_sequence, 2 * cp if cp > 1 else 1)  # two chunks of a sequence on each of cp ranks
+    padded = round_up(config.longest_sequence, 2 * cp if cp > 1 else 1)  # two chunks of a sequence on each of cp ranks
     per_micro_batch = max(1, config.train.micro_batch_tokens * cp // padded)
-    num_most = _round_up(-(-layout.sequences_per_rank // per_micro_batch), multiple)
+    num_most = round_up(-(-layout.sequences_per_rank // per_micro_batch), multiple)
     if num_most > layout.sequences_per_rank:
         raise ConfigError(refusal("interleaved", multiple=multiple, most=num_most, num=layout.sequences_per_rank))
     return num_most
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)

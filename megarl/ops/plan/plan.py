@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.config import Config, Layout
 from megarl.config.refusals.model import for_cache, for_gpus, for_layout, for_servers
 from megarl.config.tables.base import refuse
-from megarl.core.fp8 import BLOCK
+from megarl.core.fp8_names import BLOCK
 from megarl.errors import ConfigError, refusal
 from megarl.files.hf_config import count_prediction_layers
 from megarl.models.fit import check_fit

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megarl.config import Config, Layout
-from megarl.engines.weights import BUCKET_BYTES
+from megarl.engines import BUCKET_BYTES
 from megarl.errors import ConfigError, refusal
-from megarl.megatron.passes.logprobs import fused_shape
+from megarl.megatron.passes.blocks import fused_shape
 from megarl.models.fit import wants_routes
 from megarl.models.names import Rule, rules_of
 from megarl.models.shapes import ModelShape

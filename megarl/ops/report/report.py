@@ -20,9 +20,9 @@ from plotly.offline import get_plotlyjs
 
 from megarl.config.file import read_toml
 from megarl.config.tables.health import HealthConfig
-from megarl.errors import ConfigError, DataError, reworded
+from megarl.errors import ConfigError, DataError, refusal, reworded
 from megarl.files.outputs import write_output
-from megarl.files.texts import read_table, refusal
+from megarl.files.texts import read_table
 from megarl.ops.report.facts import NOT_RECORDED, Settings, differing_settings, flatten, head_line, short_names
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
 from megarl.ops.report.samples import for_page

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.command import Overrides, Positional, command
-from megarl.errors import ConfigError, DataError, printable
-from megarl.files.texts import refusal
+from megarl.errors import ConfigError, DataError, printable, refusal
 from megarl.run.samples import NAME, read_samples
 
 _PAGE_SAMPLES = 400

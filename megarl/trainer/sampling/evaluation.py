@@ -12,7 +12,7 @@ function or the environment failed, counts as wrong: a share of the judged respo
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import iscoroutinefunction
@@ -140,6 +140,14 @@ class RunInputs:
     player: Player
     benchmarks: dict[str, PlayedBenchmark]
     stop_tokens: tuple[int, ...]
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each benchmark with prompts of the training data."""
+        trained = {prompt.text for prompt in self.prompts}
+        for name, benchmark in self.benchmarks.items():
+            if num := sum(prompt.text in trained for prompt in benchmark.prompts):
+                key = "data.heldout" if name == HELDOUT else f"eval.sets.{name}"
+                yield refusal("heldout_is_trained", key=key, num=num, total=len(benchmark.prompts))
 
     def close(self) -> None:
         """End the processes of the rewards."""

@@ -57,6 +57,7 @@ class Sampler:
         """
         self.config, self.engine, self.objective = config, engine, objective
         self._inputs = read_inputs(config)
+        self.warnings = [*self._inputs.warnings()]
         self.tokenizer, self.prompts, self.player = self._inputs.tokenizer, self._inputs.prompts, self._inputs.player
         self.benchmarks, self._stop_tokens = self._inputs.benchmarks, self._inputs.stop_tokens
         self.order = PromptOrder(len(self.prompts), config.run.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,10 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lean import make_environment
 from run_configs import SMALLEST
 
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.engines.sglang.server import Server, ServerSpec
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
 from megarl.ops.launch import node, steps
 from megarl.ops.launch import supervisor as module
@@ -71,7 +74,9 @@ def test_what_an_earlier_launch_of_the_same_job_has_left_decides_nothing(
     assert first.run() == 0
     second = launched(tmp_path, "test $(cat $RUN/stop) != $MEGARL_ATTEMPT || kill -9 $$; exit 3")
     assert second.run() == 1  # it has said nothing, so it has not finished
-    assert "exit code 3; last seen: rank 0: no sign of life" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "exit code 3; last seen: rank 0: no sign of life" in told
+    assert f"no rank of {sys.executable} has said a word" in told
     assert first.logs != second.logs
     failing = f'{sys.executable} -c \'import megarl.cli; megarl.cli.main(["status", "/nowhere"])\''
     assert launched(tmp_path, f"{failing}; exit 3").run() == 2
@@ -194,6 +199,9 @@ def test_words_commands_and_folders_that_cannot_be_are_bad_input(
         srun([Node("n1", "10.0.0.1")])
     with pytest.raises(ConfigError, match="trainer: /no/python could not be started"):
         Step("trainer", ["/no/python"])
+    spec = ServerSpec(tmp_path, tmp_path / "no", "float32", tmp_path / "log")
+    with pytest.raises(ConfigError, match=r"found no Python at .*/no: set sglang\.python"):
+        Server(spec).start()
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be written"):
         launched(tmp_path, "true").run()
@@ -212,6 +220,28 @@ def test_a_setup_file_cannot_change_the_words_of_a_script(script: Path, tmp_path
     assert done.stdout.startswith("1 -m megarl.cli launch my config.toml --train.replay r2 --launch.layout")
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, r"MEGARL_PYTHON is not set; tried \S+/python3 on \S+, which cannot import megarl \(ModuleNotFoundError"),
+        ({"MEGARL_PYTHON": "no/python"}, r"MEGARL_PYTHON is no/python; tried no/python on .*No such file"),
+        ({"MEGARL_SETUP": "no.sh"}, r"MEGARL_SETUP: there is no readable file no.sh \(working folder /"),
+    ],
+)
+@pytest.mark.parametrize("script", sorted(SCRIPTS.iterdir()), ids=lambda path: path.name)
+def test_a_script_names_the_variable_that_is_missing_or_wrong(
+    script: Path, variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    python = make_environment(tmp_path / "bare", distributions=())
+    environment = {"PATH": os.pathsep.join([str(python.parent), "/usr/bin", "/bin"]), **variables}
+    done = subprocess.run(
+        ["bash", script, "c.toml"], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 2
+    assert re.match(rf"megarl: error: {said}", done.stderr), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 class ShellServers(ServerSteps):
     """Its servers are lines of shell; $READY is the file that says that one answers."""
 
@@ -223,10 +253,11 @@ class ShellServers(ServerSteps):
         if self.lines[index] == READY:
             ready.touch()
         line = self.lines[index].replace("$READY", str(ready)).replace("$FOLDER", str(ready.parent))
-        return Step(f"server {index}", ["sh", "-c", line])
+        return Step(f"server {index}", ["sh", "-c", line], self._log(index))
 
 
 READY, ANSWERS, DIES, LATE = "sleep 61", "touch $READY; sleep 60", "exit 3", "sleep 60"
+SPEAKS = "echo but; echo why; echo 'srun: error: n5: task 0: Exited with exit code 1'; exit 1"
 ONCE = "test -e $FOLDER/again || { touch $FOLDER/again; exit 3; }; touch $READY; sleep 60"
 
 
@@ -237,6 +268,7 @@ ONCE = "test -e $FOLDER/again || { touch $FOLDER/again; exit 3; }; touch $READY;
         ((ANSWERS, ONCE), True, True),
         ((READY, LATE), True, True),  # after start_deadline_s
         ((DIES, DIES), True, "server 0 ended with exit code 3 before it was ready.*; server 1 ended"),
+        ((SPEAKS,) * 4, True, r"server0.log ends with: why \(the step's Python.*; server 1 ended .*; and 2 more$"),
         ((LATE, LATE), True, "none of 2 servers was ready after sglang.start_deadline_s = 1 s"),
         ((DIES, "exit 2"), True, ConfigError),
         ((ONCE, ONCE), False, True),

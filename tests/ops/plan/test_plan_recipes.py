@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import tomllib
@@ -14,6 +15,7 @@ from plan_worlds import ROOT
 from megarl import cli
 from megarl.config import file as config_file
 from megarl.data.tiny import write_tiny_model
+from megarl.files.hf_config import MoeShape
 from megarl.models.shapes import read_shape
 from megarl.ops import shipped
 from megarl.ops.plan.plan import plan
@@ -44,7 +46,7 @@ def test_a_recipe_is_planned_where_it_says(
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_recipe_is_the_papers(name: str) -> None:
-    """Clip 0.2/0.27, cap 5, mini-batches of 64 x 16, 32768 tokens, FP8 rollout, BF16 training; on-policy."""
+    """Clip 0.2/0.27, cap 5, mini-batches of 64 x 16, 32768 tokens, FP8 rollout, BF16 training; on-policy, but R3."""
     config = config_file.load(RECIPES / f"{name}.toml")
     objective = config.train.resolved_objective
     (mask,), (factor,) = objective.records, objective.factors
@@ -52,10 +54,30 @@ def test_a_recipe_is_the_papers(name: str) -> None:
     assert (factor.policies, factor.high) == ("theta_mu", 5.0)
     assert (config.rollout.prompts_per_step, config.rollout.group_size, config.train.mini_batches) == (64, 16, 1)
     assert config.rollout.max_response_tokens == (7168 if "moonlight" in name else 32768)
-    assert (config.train.replay, config.model.dtype) == ("none", "bf16")
+    assert config.model.dtype == "bf16"
     in_high_precision = ("glm", "gpt-oss", "qwen3-next")
     assert config.sglang.fp8 == (not name.startswith(in_high_precision))
     assert config.launch.gpu_memory_gib in (79.0, 140.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_replays_as_the_readme_says_and_tells_the_cost(name: str) -> None:
+    """The comment's bytes are those of plan, and "none" would save none of them."""
+    (recommended,) = re.findall(r'`train\.replay = "(\w+)"`', (ROOT / "README.md").read_text())
+    text, config = (RECIPES / f"{name}.toml").read_text(), config_file.load(RECIPES / f"{name}.toml")
+    assert config.train.replay == recommended == type(config.train).model_fields["replay"].default
+    if name not in LARGE:
+        return
+    found = plan(config)
+    assert found == plan(config_file.load(RECIPES / f"{name}.toml", {"train.replay": "none"}))
+    folder = MODELS / Path(config.model.path).name
+    moe = MoeShape.of(json.loads((folder / "config.json").read_text()))
+    per_token = len(moe.moe_layers) * moe.topk * (1 if moe.num_experts <= 256 else 2)
+    assert f"Cost: {per_token} bytes of routes per token, {found.memory.recorded / 2**20:g} MiB on a GPU" in text
+    if name == "qwen3-30b-a3b-64gpu":
+        told = (ROOT / "docs/recipes.md").read_text()
+        for cost in (per_token, f"{found.memory.recorded >> 20} MiB", f"{found.memory.host_routes >> 20} MiB"):
+            assert f"| {cost}" in told
 
 
 def test_off_policy_variants_are_those_of_the_paper_and_planned() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megarl.core.fp8 import fp8_config
+from megarl.core.fp8_names import fp8_config
 from megarl.engines.sglang.transports.protocol import Buckets, Delivery, Transport
 from megarl.engines.weights import Bucket, Intake, Named
 from megarl.errors import ConfigError, WeightSyncError, reworded
