@@ -24,6 +24,7 @@ SAVED = "config.toml"
 """The resolved configuration in a run folder."""
 RUN_ID = "run_id"
 """File beside config.toml with the name that the run gave itself."""
+_PLACES = ("model.path", "model.reference", "data.train", "data.heldout")
 _MAX_BYTES = 1 << 18
 _MOST_PROBLEMS = 8
 
@@ -55,6 +56,31 @@ def _require_place(table: Mapping[str, Any], folder: Path, overrides: Mapping[st
     old_dir = inner.get("dir") if isinstance(inner, Mapping) else None
     if isinstance(old_dir, str) and "run.dir" not in overrides and Path(old_dir).resolve() != folder.resolve():
         raise ConfigError(refusal("moved_run", file=folder / SAVED, old_dir=old_dir, folder=folder))
+
+
+def find_saved(path: Path) -> Path | None:
+    """The saved configuration of a run, for its folder, its folder of checkpoints or a step folder; None elsewhere."""
+    folder = path.resolve()
+    places = (place for place in (folder, *folder.parents[:2]) if (place / RUN_ID).is_file())
+    return next((place / SAVED for place in places if (place / SAVED).is_file()), None)
+
+
+def present_places(saved: Path) -> dict[str, str]:
+    """Return overrides for a saved configuration: where the run's folder, model and data are now.
+
+    Relative paths count from the folder in which the run was started, which a relative run.dir tells.
+    """
+    folder, tables = saved.resolve().parent, read_toml(saved)
+    texts: dict[str, str] = {}
+    for key in ("run.dir", *_PLACES):
+        table, name = key.split(".")
+        texts[key] = str(inner.get(name, "")) if isinstance(inner := tables.get(table), dict) else ""
+    old = Path(texts.pop("run.dir"))
+    start = Path() if old.is_absolute() else next((each for each in folder.parents if each / old == folder), Path())
+    places = {key: start / text for key, text in texts.items() if text}
+    # Data may also be the name of a data set.
+    found = {key: str(place) for key, place in places.items() if key.startswith("model.") or place.exists()}
+    return {"run.dir": str(folder), **found}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
