@@ -59,9 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command(arguments: list[str]) -> Command:
     """The command with its arguments; ConfigError for words that no command takes."""
-    if arguments[:2] == ["launch", "train"]:
-        del arguments[1]
-    elif (two := " ".join(arguments[:2])) in COMMANDS:
+    if (two := " ".join(arguments[:2]).replace("launch train", "launch")) in COMMANDS:
         arguments = [two, *arguments[2:]]
     parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
     options: dict[str, Any] = {"action": "version", "version": f"megarl {__version__}"}

@@ -111,9 +111,10 @@ class Eval(OnConfiguration):
     def run(self, overrides: Overrides) -> int | None:
         """ConfigError with neither a configuration nor a run that has one."""
         if self.config is None:
-            if (saved := self.checkpoint and config_file.find_saved(self.checkpoint)) is None:
-                raise ConfigError(refusal("eval_without_config", checkpoint=self.checkpoint or "(none)"))
-            return replace(self, config=saved).run({**config_file.present_places(saved), **overrides})
+            if self.checkpoint is None:
+                raise ConfigError("megarl eval: found neither CONFIG nor --checkpoint; give one of them")
+            saved, places = config_file.find_saved(self.checkpoint, "give CONFIG, too")
+            return replace(self, config=saved).run({**places, **overrides})
         options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out")}
         config = self.load({**WITHOUT_TRAINING, **overrides})
         return self._start(eval_request(config, ks=self.k, **options), overrides)

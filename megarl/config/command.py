@@ -67,9 +67,8 @@ class OnConfiguration:
 
     def words(self, overrides: Overrides) -> list[str]:
         """The words of the command line after the command's name."""
-        record: Any = self
         words = [str(self.config)]
-        for name, field in record.__pydantic_fields__.items():
+        for name, field in vars(type(self))["__pydantic_fields__"].items():
             if name != "config" and (value := getattr(self, name)) != field.default:
                 values = value if isinstance(value, tuple) else () if value is True else (value,)
                 words += [f"--{name}", *map(str, values)]

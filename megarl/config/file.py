@@ -58,29 +58,25 @@ def _require_place(table: Mapping[str, Any], folder: Path, overrides: Mapping[st
         raise ConfigError(refusal("moved_run", file=folder / SAVED, old_dir=old_dir, folder=folder))
 
 
-def find_saved(path: Path) -> Path | None:
-    """The saved configuration of a run, for its folder, its folder of checkpoints or a step folder; None elsewhere."""
-    folder = path.resolve()
-    places = (place for place in (folder, *folder.parents[:2]) if (place / RUN_ID).is_file())
-    return next((place / SAVED for place in places if (place / SAVED).is_file()), None)
+def find_saved(path: Path, otherwise: str) -> tuple[Path, dict[str, str]]:
+    """Return the saved configuration of the run with this folder, folder of checkpoints or step folder, and overrides:
+    where run, model and data are now.
 
-
-def present_places(saved: Path) -> dict[str, str]:
-    """Return overrides for a saved configuration: where the run's folder, model and data are now.
-
-    Relative paths count from the folder in which the run was started, which a relative run.dir tells.
+    Relative paths count from the folder in which the run was started, which a relative run.dir tells. ConfigError,
+    which ends with ``otherwise``, without a run.
     """
-    folder, tables = saved.resolve().parent, read_toml(saved)
-    texts: dict[str, str] = {}
-    for key in ("run.dir", *_PLACES):
-        table, name = key.split(".")
-        texts[key] = str(inner.get(name, "")) if isinstance(inner := tables.get(table), dict) else ""
-    old = Path(texts.pop("run.dir"))
+    files = (place / SAVED for place in (path.resolve(), *path.resolve().parents[:2]) if (place / RUN_ID).is_file())
+    if (saved := next(filter(Path.is_file, files), None)) is None:
+        raise ConfigError(f"{path} has no {SAVED} of a run in it or above it: {otherwise}")
+    tables = ((name, table) for name, table in read_toml(saved).items() if isinstance(table, dict))
+    values = ((f"{name}.{key}", value) for name, table in tables for key, value in table.items())
+    texts = {key: Path(value) for key, value in values if isinstance(value, str)}
+    folder, old = saved.parent, texts.get("run.dir", saved)
     start = Path() if old.is_absolute() else next((each for each in folder.parents if each / old == folder), Path())
-    places = {key: start / text for key, text in texts.items() if text}
+    places = {key: (start / texts.get(key, "")).absolute() for key in _PLACES if key in texts or key == "model.path"}
     # Data may also be the name of a data set.
-    found = {key: str(place) for key, place in places.items() if key.startswith("model.") or place.exists()}
-    return {"run.dir": str(folder), **found}
+    found = {key: str(place) for key, place in places.items() if key == "model.path" or place.exists()}
+    return saved, {"run.dir": str(folder), **found}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

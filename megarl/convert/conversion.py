@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.file import find_saved, present_places
+from megarl.config.file import RUN_ID, find_saved
 from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
@@ -67,9 +67,11 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     run that wrote the checkpoint. ConfigError without its config.json, and as ``to_megatron``.
     """
     source = megatron_files.torch_dist_folder(source)
-    model, named_by = (model, "--model names") if model else _find_model(source)
+    if model is None and not (model := source / HF_FOLDER).exists():
+        _, places = find_saved(source, "give --model, a folder with the config and tokenizer")
+        model = Path(places["model.path"])
     if not (model / "config.json").is_file():
-        raise ConfigError(refusal("no_config_of_megatron", source=source, named_by=named_by, model=model))
+        raise ConfigError(refusal("no_config_of_megatron", source=source, model=model))
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
@@ -89,14 +91,6 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
         _verify_beside(job, model, job.folder)
     about = {"family": shape.family, "keys": asdict(megatron.keys), "dropped": megatron.dropped}
     return job.publish(to="hf", bytes=sum(lengths), **about)
-
-
-def _find_model(checkpoint: Path) -> tuple[Path, str]:
-    """Return the model's folder of a checkpoint, and what names the folder."""
-    inside, saved = checkpoint / HF_FOLDER, find_saved(checkpoint)
-    if saved is None or inside.exists():
-        return inside, "there would be"
-    return Path(present_places(saved).get("model.path", "")), f"{saved} names"
 
 
 def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
@@ -187,7 +181,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         if model is not None:
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
         result = to_megatron(source, out, options)
-    elif find_saved(source):
+    elif (source / RUN_ID).is_file():
         raise ConfigError(refusal("run_without_checkpoint", source=source))
     else:
         raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")

@@ -73,7 +73,7 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     ConfigError for a source that is quantised already, CheckpointError for an incomplete source or a full disk,
     NumericsError for a value that is not finite; ``out`` is then unchanged.
     """
-    if not (source / "config.json").exists() and megatron_files.torch_dist_folder(source) != source:
+    if (megatron_files.torch_dist_folder(source) / "metadata.json").is_file():
         raise ConfigError(refusal("quantize_megatron", source=source))
     if (table := find_quantization(read_json(source / "config.json"))) is not None:
         facts = {"source": source, "method": table.get("quant_method"), "blocks": table.get("weight_block_size")}

@@ -56,13 +56,12 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
     text = config_text(family, config=path, run=run, model=model, task=task)
-    finished = (run / "report" / "index.html").exists()
     untrained = out / "model-untrained"
     if (untrained / "config.json").exists() and (made := read_shape(untrained).family) != family:
         raise MegarlError(f"{out} holds a model of the family {made}: add --family {made}, or choose another --out")
     if not path.exists() and (entries := [entry.name for entry in out.iterdir()]):
         raise ConfigError(f"--out {out}: found {entries[0]}, expected a new or empty folder; choose another one")
-    if finished:
+    if (run / "report" / "index.html").exists():
         return _say(_TEXTS["finished"].format(out=out, **_describe(path, run)))
     write_output(path, text.encode())
     # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
@@ -122,9 +121,8 @@ def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int 
 def _print_summary(out: Path, config: Config, seconds: float) -> None:
     evaluations = [r for r in read_metrics(config.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
     rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
-    figures = {"seconds": seconds, "first": rates[0], "last": rates[-1], "best": max(rates)}
-    facts = {"judged": judged and f", {judged}", **_describe(out / "quickstart.toml", config.run_dir)}
-    _say(_TEXTS["summary"].format(**figures, **facts))
+    facts = {"first": rates[0], "last": rates[-1], "best": max(rates), "judged": judged and f", {judged}"}
+    _say(_TEXTS["summary"].format(seconds=seconds, **facts, **_describe(out / "quickstart.toml", config.run_dir)))
 
 
 def _describe(path: Path, run: Path) -> dict[str, Any]:

@@ -170,8 +170,8 @@ def for_ranks(config: Tables, world_size: int, start: str) -> Iterator[Row]:
         ("tp * pp * cp", f"{p.tp} * {p.pp} * {p.cp}", dense),
         ("ep * etp * pp", f"{p.ep} * {p.expert_tp} * {p.pp}", expert),
     ):
-        fits = f"{start} --launch.ranks_per_node {product}" if config.launch.ranks % product else start
-        facts = {"ranks": world_size, "names": names, "sizes": sizes, "product": product, "start": fits}
+        fitting = start + f" --launch.ranks_per_node {product}" * bool(config.launch.ranks % product)
+        facts = {"ranks": world_size, "names": names, "sizes": sizes, "product": product, "start": fitting}
         yield config.row("ranks_of_layout", world_size % product, **facts)
     dp, responses = world_size // dense, config.responses_per_step
     facts = {"dp": dp, "shares": num * dp, "responses": responses}

@@ -113,8 +113,8 @@ class Supervisor:
                 return FAILED
             fruitless = 0 if (newest_checkpoint(self.folder) or "") > checkpoint else fruitless + 1
             if fruitless > self.config.launch.max_restarts:
-                since = "times without a new checkpoint" if self._trains else "times"
-                self._tell(f"the {self.name} died {fruitless} {since} and is given up: {cause}")
+                times = f"{fruitless} times" + " without a new checkpoint" * self._trains
+                self._tell(f"the {self.name} died {times} and is given up: {cause}")
                 return FAILED
             self._tell(f"the {self.name} died ({cause}); starting it again")
 

@@ -121,6 +121,31 @@ def test_a_job_that_is_requeued_in_mid_run_ends_with_the_numbers_of_one_that_was
 
 
 @pytest.mark.needs("slurm")
+def test_a_job_evaluates_on_two_nodes_and_begins_anew_when_it_is_requeued(
+    cluster: Cluster, world: World, reference: Path
+) -> None:
+    outs, jobs = [world.root / name for name in ("eval-job", "eval-requeued")], []
+    for out, more in ((outs[0], ()), (outs[1], ("--reward.function", "lengths:slow_reward", "--samples", "64"))):
+        config = world.config(out.name, TWO_NODES)
+        stage = ("eval", config, "--checkpoint", reference, "--out", out, "--samples", "2", "--eval.max_prompts", "8")
+        options = ("--nodes=2", f"--output={config.with_suffix('.log')}")
+        environment = world.environment(MEGARL_PYTHON=sys.executable)
+        words = (*options, SCRIPTS / "colocated.sbatch", *stage, *more)
+        jobs.append(Job(world, config, cluster, cluster.submit(*words, env=environment, cwd=world.root)))
+    evaluated, requeued = jobs
+    assert evaluated.ended() == "COMPLETED", evaluated.said
+    assert len((outs[0] / "heldout" / "responses.jsonl").read_text().splitlines()) == 16
+    logs = [*evaluated.folder.glob("eval/logs/*/attempt1/node*/*/attempt_0/*/stdout.log")]
+    assert len({log.parents[3] for log in logs}) == 2  # both nodes
+    until(lambda: bool([*requeued.folder.glob("eval/logs/*/attempt1/node1/*/attempt_0/*/stdout.log")]), "ranks")
+    cluster.run("scontrol", "requeue", requeued.id)
+    assert requeued.ended() == "COMPLETED", requeued.said
+    assert int(cluster.job(requeued.id)["Restarts"]) == 1
+    assert "given up" not in requeued.log.read_text()
+    assert len((outs[1] / "heldout" / "responses.jsonl").read_text().splitlines()) == 512
+
+
+@pytest.mark.needs("slurm")
 def test_a_job_near_its_time_limit_saves_itself_and_is_requeued(cluster: Cluster, world: World) -> None:
     config = world.config("limit", TWO_NODES, steps=400)
     job = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--time=60", "--signal=B:USR1@300")
