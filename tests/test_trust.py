@@ -82,7 +82,12 @@ def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: 
     path = write(folder, **ENGINE)
     give_away(path)
     assert cli.main(["launch", "--trust", str(path), "--run.steps", "4"]) == 0
-    assert launched == [["train", "--trust", "--run.steps", "4", str(path)]]
+    words = ["--trust", "--checkpoint", "a folder", "--data", "a.jsonl", "b.jsonl", "--k", "1", "4", "--samples", "4"]
+    assert cli.main(["launch", "eval", str(path), *words, "--eval.temperature", "0.5"]) == 0
+    (train, evaluation) = launched
+    assert train == ["train", str(path), "--trust", "--run.steps", "4"]
+    assert evaluation[:2] == ["eval", str(path)]
+    assert sorted(evaluation[2:]) == sorted([*words, "--eval.temperature", "0.5"])
     words, overrides = config_file.split_overrides(launched[0])
     assert (words, overrides) == (["train", "--trust", str(path)], {"run.steps": 4})
 

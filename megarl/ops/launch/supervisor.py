@@ -141,7 +141,7 @@ class Supervisor:
             if self.config.sglang.api_key_env is None:
                 key = ["--sglang.api_key_env", KEY_VARIABLE]
         if self._attempt:
-            says += f", {self._attempt} starts of the trainer, {sum(self._servers.restarts)} restarts of servers"
+            says += f", {self._attempt} starts of the {self.name}, {sum(self._servers.restarts)} restarts of servers"
         launch = {
             "launch": self.logs.name,
             "topology": asdict(self.topology),
