@@ -141,6 +141,7 @@ def test_a_job_evaluates_on_two_nodes_and_begins_anew_when_it_is_requeued(
             "8",
             *more,
         ]
+        options += ["--eval.max_prompts", "8"]
         jobs.append(submit(cluster, world, "colocated.sbatch", config, "--nodes=2", evaluates=options))
     evaluated, requeued = jobs
     assert evaluated.ended() == "COMPLETED", evaluated.said
