@@ -89,7 +89,7 @@ def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: 
     assert evaluation[:2] == ["eval", str(path)]
     assert sorted(evaluation[2:]) == sorted([*words, "--eval.temperature", "0.5"])
     words, overrides = config_file.split_overrides(launched[0])
-    assert (words, overrides) == (["train", "--trust", str(path)], {"run.steps": 4})
+    assert (words, overrides) == (["train", str(path), "--trust"], {"run.steps": 4})
 
 
 def test_every_key_that_may_name_code_is_in_the_list():

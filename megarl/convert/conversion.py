@@ -68,8 +68,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     """
     source = megatron_files.torch_dist_folder(source)
     if model is None and not (model := source / HF_FOLDER).exists():
-        _, places = find_saved(source, "give --model, a folder with the config and tokenizer")
-        model = Path(places["model.path"])
+        model = Path(find_saved(source, "give --model, a folder with the config and tokenizer")[1]["model.path"])
     if not (model / "config.json").is_file():
         raise ConfigError(refusal("no_config_of_megatron", source=source, model=model))
     shape = read_shape(model)

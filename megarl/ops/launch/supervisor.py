@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from megarl.config import Config
 from megarl.errors import ConfigError, RolloutError, printable
@@ -87,7 +86,9 @@ class Supervisor:
                 return STOPPED
             checkpoint = newest_checkpoint(self.folder) or ""
             code = self._train()
-            status = self._read_outcome(code)
+            record = read_record(self.folder / "status.json")  # none of this start if a rank died early
+            state = None if self._trains else {0: "finished", 128 + signal.SIGTERM: "stopped"}.get(code)
+            status = record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {"state": state}
             if status.get("state") == "finished":
                 return FINISHED
             if self._stop_signal is not None:
@@ -118,17 +119,9 @@ class Supervisor:
                 return FAILED
             self._tell(f"the {self.name} died ({cause}); starting it again")
 
-    def _read_outcome(self, code: int) -> dict[str, Any]:
-        """The trainer's status of this start, which is empty if a rank died early; of other stages the state."""
-        if not self._trains:
-            return {"state": {0: "finished", 128 + signal.SIGTERM: "stopped"}.get(code)}
-        record = read_record(self.folder / "status.json")
-        return record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
-
     def _set_topology(self, topology_found: Topology) -> None:
-        self.topology = topology_found
-        if self.command[0] == "sft":  # samples nothing
-            self.topology = replace(topology_found, servers=(), server_ports=())
+        samples = self.command[0] != "sft"
+        self.topology = topology_found if samples else replace(topology_found, servers=(), server_ports=())
         if self.topology.servers and self.config.sglang.api_key_env is None:
             # Whoever reaches a server can replace the weights. The key is passed in the environment only, in no file.
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
