@@ -135,7 +135,7 @@ class LaunchEval(Eval):
 
     def _start(self, request: EvalRequest, overrides: Overrides) -> int:
         request.layout(request.config.launch.ranks)
-        return _launch(request.config, "eval", self.words(overrides))
+        return _launch(request.config, "eval", self.words({**WITHOUT_TRAINING, **overrides}))  # also for servers
 
 
 @command

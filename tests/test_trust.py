@@ -20,6 +20,7 @@ from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.versions import installed_release, require_own
 from megarl.errors import ConfigError
 from megarl.ops.doctor import machine
+from megarl.ops.evaluate.request import WITHOUT_TRAINING
 from megarl.ops.launch.steps import Step
 
 STRANGER = 65534
@@ -87,7 +88,9 @@ def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: 
     (train, evaluation) = launched
     assert train == ["train", str(path), "--trust", "--run.steps", "4"]
     assert evaluation[:2] == ["eval", str(path)]
-    assert sorted(evaluation[2:]) == sorted([*words, "--eval.temperature", "0.5"])
+    read, overrides = config_file.split_overrides(evaluation[2:])
+    assert sorted(read) == sorted(words)
+    assert overrides == {**WITHOUT_TRAINING, "eval.temperature": 0.5}
     words, overrides = config_file.split_overrides(launched[0])
     assert (words, overrides) == (["train", str(path), "--trust"], {"run.steps": 4})
 

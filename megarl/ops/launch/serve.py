@@ -18,7 +18,6 @@ from megarl.engines.sglang.http import key_named
 from megarl.engines.sglang.server import Server
 from megarl.errors import ConfigError, MegarlError, RolloutError, printable
 from megarl.files.writing import write_atomically
-from megarl.ops.evaluate.request import WITHOUT_TRAINING
 from megarl.ops.launch.steps import end_file, read_topology, ready_file
 from megarl.trainer.engines import server_specs
 
@@ -64,7 +63,6 @@ def main(words: list[str]) -> int:
     launch_file, index = Path(words[0]), int(words[1])
     words_left, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
-        overrides = {**WITHOUT_TRAINING, **overrides}  # as `megarl eval`; no server reads it
         serve(config_file.load(Path(words_left[1]), overrides, trust="--trust" in words_left), launch_file, index)
     except MegarlError as error:
         print(f"megarl: error: server {index}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
