@@ -18,7 +18,7 @@ from megarl import __version__
 from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
-from megarl.errors import ConfigError, did_you_mean
+from megarl.errors import ConfigError, did_you_mean, refusal
 from megarl.ops.exits import run_to_exit
 
 _KEYS = "Any key of docs/config.md is a flag too, and wins over the file: --rollout.temperature 0.7."
@@ -58,6 +58,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command(arguments: list[str]) -> Command:
     """The command with its arguments; ConfigError for words that no command takes."""
+    if (two := " ".join(arguments[:2]).replace("launch train", "launch")) in COMMANDS:
+        arguments = [two, *arguments[2:]]
     parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
     options: dict[str, Any] = {"action": "version", "version": f"megarl {__version__}"}
     parser.add_argument("--version", **options, help="show the version and exit")
@@ -75,6 +77,8 @@ def parse_command(arguments: list[str]) -> Command:
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would not name the command
         prog, flag = f"megarl {first}" if first in COMMANDS else "megarl", unknown[0].partition("=")[0]
+        if first == "launch" and not flag.startswith("-"):
+            raise ConfigError(refusal("launch_of", word=next(w for w in arguments[1:] if not w.startswith("-"))))
         keys = config_file.keys() if reads_keys else ()
         meant = [f"--{key}" for key in keys if f"--{key.rpartition('.')[2]}" == flag]
         hint = f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help"

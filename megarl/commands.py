@@ -4,6 +4,8 @@ subject."""
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -16,6 +18,7 @@ from megarl.config.command import Command, OnConfiguration, Overrides, Positiona
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError, printable, refusal
+from megarl.ops.evaluate.request import WITHOUT_TRAINING, EvalRequest, eval_request
 from megarl.ops.report.samples import Samples
 from megarl.text_table import text_table
 from megarl.watch.limits import GAP
@@ -36,29 +39,37 @@ class Train(OnConfiguration):
 
 @command
 class Launch(OnConfiguration):
-    """Train where the [launch] table says, with all ranks and servers, and keep the run going: docs/launch.md."""
+    """Train, or `launch eval | sft`, where the [launch] table says, with all ranks and servers, and keep the run going:
+    docs/launch.md."""
 
     def run(self, overrides: Overrides) -> int:
-        from megarl.ops.launch.supervisor import launch
-
-        words = [word for key, value in overrides.items() for word in (f"--{key}", config_file.as_flag(value))]
-        trust = ["--trust"] if self.trust else []
         config = self.load(overrides)
-        process_environment.process_environment(config, os.environ)  # contradictions are found before a rank starts
-        if config.launch.layout == "local":  # elsewhere, another node may have the files
-            _require_inputs(config)
-        return launch(config, ["train", *trust, *words, str(self.config)])
+        config.check_world_size(config.launch.ranks)
+        return _launch(config, "train", self.words(overrides))
+
+
+def _launch(config: Config, stage: Literal["train", "sft", "eval"], words: list[str]) -> int:
+    from megarl.ops.launch.supervisor import launch
+
+    process_environment.process_environment(config, os.environ)  # contradictions are found before a rank starts
+    if config.launch.layout == "local":  # elsewhere, another node may have the files
+        _require_inputs(config, "rl" if stage == "train" else stage)
+    return launch(config, [stage, *words])
 
 
 @command
 class Sft(OnConfiguration):
     """Teach the model a format from demonstrations (the [sft] table), before RL."""
 
-    def run(self, overrides: Overrides) -> None:
-        """ConfigError without the table [sft]."""
-        config = self.load_for_ranks(overrides)
+    def load(self, overrides: Overrides) -> Config:
+        """The configuration; ConfigError without the table [sft]."""
+        config = super().load(overrides)
         if config.sft is None:
             raise ConfigError(refusal("no_sft", config=self.config))
+        return config
+
+    def run(self, overrides: Overrides) -> int | None:
+        config = self.load_for_ranks(overrides)
         _require_inputs(config, "sft")
         enable_cpu()
         from megarl.trainer.sft import sft
@@ -67,9 +78,22 @@ class Sft(OnConfiguration):
 
 
 @command
+class LaunchSft(Sft):
+    """Start `megarl sft` on all ranks that the [launch] table says: docs/launch.md."""
+
+    def run(self, overrides: Overrides) -> int:
+        config = self.load(overrides)
+        config.check_world_size(config.launch.ranks, "megarl launch sft CONFIG")
+        return _launch(config, "sft", self.words(overrides))
+
+
+@command
 class Eval(OnConfiguration):
     """Sample benchmarks and print avg@k and pass@k with intervals: alone, or on many ranks under torchrun."""
 
+    takes_keys: ClassVar[bool] = True
+    config: Positional[Path | None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The configuration, a TOML file; default that of the run of --checkpoint."""
     checkpoint: Path | None = None
     """Step folder of a run, or a run's folder for the newest step; default the weights in model.path."""
     data: tuple[str, ...] = ()
@@ -83,18 +107,34 @@ class Eval(OnConfiguration):
     out: Path | None = None
     """Folder for figures and responses; default <run.dir>/eval/<checkpoint>."""
 
-    def run(self, overrides: Overrides) -> None:
-        from megarl.ops.evaluate.request import WITHOUT_TRAINING, eval_request
-
+    def run(self, overrides: Overrides) -> int | None:
+        """ConfigError with neither a configuration nor a run that has one."""
+        if self.config is None:
+            if self.checkpoint is None:
+                raise ConfigError("megarl eval: found neither CONFIG nor --checkpoint; give one of them")
+            saved, places = config_file.find_saved(self.checkpoint, "give CONFIG, too")
+            return replace(self, config=saved).run({**places, **overrides})
         options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out")}
-        request = eval_request(self.load({**WITHOUT_TRAINING, **overrides}), ks=self.k, **options)
-        request.layout(world_size())
+        config = self.load({**WITHOUT_TRAINING, **overrides})
+        return self._start(eval_request(config, ks=self.k, **options), overrides)
+
+    def _start(self, request: EvalRequest, overrides: Overrides) -> int | None:
+        request.layout(world_size(), self.launch_line(overrides))
         _require_inputs(request.config, "eval")
         process_environment.apply(request.config)
         enable_cpu()
         from megarl.ops.evaluate.evaluation import evaluate
 
         evaluate(request, world_size())
+
+
+@command
+class LaunchEval(Eval):
+    """Start `megarl eval` on all ranks and servers that the [launch] table says: docs/launch.md."""
+
+    def _start(self, request: EvalRequest, overrides: Overrides) -> int:
+        request.layout(request.config.launch.ranks)
+        return _launch(request.config, "eval", self.words({**WITHOUT_TRAINING, **overrides}))  # also for servers
 
 
 @command
@@ -317,8 +357,8 @@ class Verify:
 
 
 _LISTED = (
-    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Verify, Convert, Quantize,
-    Patch, Recipes, Quickstart,
+    Train, Launch, LaunchSft, LaunchEval, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Verify,
+    Convert, Quantize, Patch, Recipes, Quickstart,
 )  # fmt: skip
-COMMANDS: dict[str, type[Command]] = {kind.__name__.lower(): kind for kind in _LISTED}
-"""By the name on the command line, in the order of the help text."""
+COMMANDS: dict[str, type[Command]] = {re.sub("(?<=h)(?=[A-Z])", " ", kind.__name__).lower(): kind for kind in _LISTED}
+"""By the name on the command line ("launch eval"), in the order of the help text."""

@@ -301,3 +301,34 @@ class TestDefaults:
         assert parsed().prompts_per_step_at_most == 32
         assert parsed(sampling__refill=True).prompts_per_step_at_most == 128
         assert parsed(sampling__refill=True, sampling__max_prompts=50).prompts_per_step_at_most == 50
+
+
+@pytest.mark.parametrize(
+    ("old", "place"),
+    [
+        ("runs/a", "start"),  # read from another working folder
+        ("./runs/a", "start"),
+        ("runs/b", "here"),  # the run alone was moved: relative paths count from the working folder
+        ("{home}/start/runs/b", "here"),
+    ],
+)
+def test_a_saved_configuration_says_where_model_and_data_are(
+    old: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, here = tmp_path / "start" / "runs" / "a", tmp_path / "here"
+    step = run / "checkpoints" / "step_0000001"
+    step.mkdir(parents=True)
+    (run.parents[1] / "train.jsonl").touch()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    tables = {"run": {"dir": old.format(home=tmp_path)}, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+    tables["data"]["heldout"] = "owner/name"
+    (run / "config.toml").write_text(tomli_w.dumps(tables))
+    with pytest.raises(ConfigError, match=r"has no config\.toml of a run in it or above it: do this"):
+        config_file.find_saved(step, "do this")  # anybody's file
+    (run / "run_id").touch()
+    for path in (run, step.parent, step):
+        saved, places = config_file.find_saved(path, "")
+        assert saved == run / "config.toml"
+        trained = {"data.train": str(tmp_path / "start" / "train.jsonl")} if place == "start" else {}
+        assert places == {"run.dir": str(run), "model.path": str(tmp_path / place / "model"), **trained}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ import numpy as np
 import preloaded
 import pytest
 import tomli_w
+from absent import SGLANG_PYTHON
 
 from megarl.config.tables.health import HealthConfig
 from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.engines.sglang.spec import free_port
 from megarl.run.metrics_log import read_metrics
 from megarl.watch.health import judge_run
 
@@ -171,9 +176,14 @@ def test_quickstart_says_so_when_it_has_finished_and_goes_on_when_it_has_not(qui
     out, first = quickstart
     assert first.returncode == 0
     again = call(out.parent, "quickstart", "--out", out)
-    assert again.returncode == 2
-    assert len(complaints(again)) == 1
-    assert "finished quickstart" in complaints(again)[0]
+    assert again.returncode == 0
+    assert f"{out} holds a quickstart already: RL finished, 30 of 30 steps\n" in again.stdout
+    for line in (
+        f"report   {out}/run/report/index.html",
+        f"export   megarl convert {out}/run",
+        f"anew     rm -r {out}",
+    ):
+        assert line in again.stdout.replace(f"{Path(sys.executable).parent}/", "")
     # As if it had been killed before the report: nothing is taught or trained again, the report is drawn.
     before = (out / "run" / "metrics.jsonl").read_bytes()
     taught = (out / "model" / "config.json").stat().st_mtime_ns
@@ -184,3 +194,51 @@ def test_quickstart_says_so_when_it_has_finished_and_goes_on_when_it_has_not(qui
     assert (out / "model" / "config.json").stat().st_mtime_ns == taught
     assert (out / "run" / "metrics.jsonl").read_bytes() == before
     assert "cold start" not in resumed.stdout
+
+
+@pytest.mark.slow(minutes=4)
+@pytest.mark.sglang
+def test_what_the_quickstart_prints_can_be_run_as_it_stands(quickstart: tuple[Path, Result]) -> None:
+    """Export, transformers, a real SGLang server and an evaluation; the tutorial shows the same lines."""
+    out, first = quickstart
+    said = first.stdout[first.stdout.index("quickstart: done in") :]
+    lines = dict(re.findall(r"^  (\w+) +(.*)$", said, re.MULTILINE))
+    shown = {name: line.replace(str(out), "runs/quickstart") for name, line in lines.items()}
+    page = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text()
+    for name in ("evaluate", "export", "load", "ask"):
+        shown[name] = re.sub(r"^\S*/(megarl|python) ", r"\1 ", shown[name])
+        assert f"    {shown[name]}\n" in page, shown[name]
+    assert re.sub("PYTHONPATH=\\S+", "PYTHONPATH=megarl/engines/sglang/cpu", shown["serve"].split("  #")[0]) in page
+
+    def shell(line: str, **options: Any) -> str:
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        done = subprocess.run(
+            line, shell=True, cwd=out.parent, capture_output=True, text=True, env=environment, **options
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    shell(lines["export"])
+    told = shell(lines["load"])
+    answer = re.search(r"672159=(\d{6})", told)
+    assert answer, told
+    assert sorted(answer[1]) == sorted("672159")  # the model has learnt to sort, and nearly always upwards
+    assert "heldout" in shell(lines["evaluate"])
+    (out.parent / ".venv-sglang").symlink_to(SGLANG_PYTHON.parents[1])
+    port = free_port("127.0.0.1")  # 30000 may be somebody's
+    words = f"exec env {lines['serve'].replace(' --device', f' --port {port} --device')}"
+    log = out.parent / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            words, shell=True, cwd=out.parent, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        until = time.monotonic() + 1200.0
+        while server.poll() is None and time.monotonic() < until and "Uvicorn running" not in log.read_text():
+            time.sleep(0.5)
+        assert server.poll() is None, log.read_text()[-3000:]
+        told = shell(lines["ask"].replace("30000", str(port)), timeout=300)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    assert sorted(json.loads(told)["text"][:6]) == sorted("672159"), told

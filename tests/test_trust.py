@@ -20,6 +20,7 @@ from megarl.engines.sglang.spec import ServerSpec
 from megarl.engines.sglang.versions import installed_release, require_own
 from megarl.errors import ConfigError
 from megarl.ops.doctor import machine
+from megarl.ops.evaluate.request import WITHOUT_TRAINING
 from megarl.ops.launch.steps import Step
 
 STRANGER = 65534
@@ -82,9 +83,16 @@ def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: 
     path = write(folder, **ENGINE)
     give_away(path)
     assert cli.main(["launch", "--trust", str(path), "--run.steps", "4"]) == 0
-    assert launched == [["train", "--trust", "--run.steps", "4", str(path)]]
+    words = ["--trust", "--checkpoint", "a folder", "--data", "a.jsonl", "b.jsonl", "--k", "1", "4", "--samples", "4"]
+    assert cli.main(["launch", "eval", str(path), *words, "--eval.temperature", "0.5"]) == 0
+    (train, evaluation) = launched
+    assert train == ["train", str(path), "--trust", "--run.steps", "4"]
+    assert evaluation[:2] == ["eval", str(path)]
+    read, overrides = config_file.split_overrides(evaluation[2:])
+    assert sorted(read) == sorted(words)
+    assert overrides == {**WITHOUT_TRAINING, "eval.temperature": 0.5}
     words, overrides = config_file.split_overrides(launched[0])
-    assert (words, overrides) == (["train", "--trust", str(path)], {"run.steps": 4})
+    assert (words, overrides) == (["train", str(path), "--trust"], {"run.steps": 4})
 
 
 def test_every_key_that_may_name_code_is_in_the_list():

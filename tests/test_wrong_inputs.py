@@ -43,6 +43,17 @@ COMMANDS = """
  | expected one of train, launch
 trian run.toml | did you mean train?
 train | required: CONFIG
+launch gap run.toml | megarl launch: found 'gap' and a further argument, expected CONFIG alone, or train, eval or sft
+launch --trust evl run.toml | found 'evl' and a further argument
+launch eval --samples 4 | found neither CONFIG nor --checkpoint
+launch sft | megarl launch sft: the following arguments are required: CONFIG
+eval --checkpoint task | task has no config.toml of a run in it or above it: give CONFIG
+train run.toml --parallel.ep 2 | `megarl launch run.toml --parallel.ep 2 --launch.ranks_per_node 2` starts them, as d
+train run.toml --parallel.tp 2 --launch.ranks_per_node 4 | `megarl launch run.toml --parallel.tp 2 --launch.ranks_per_n
+sft run.toml --parallel.ep 2 --launch.ranks_per_node 2 | `megarl launch sft run.toml --parallel.ep 2 --launch.ranks_per
+launch sft run.toml --parallel.ep 2 | found 1 ranks, expected a multiple of ep * etp * pp = 2 * 1 * 1 = 2; `megarl lau
+launch run.toml --parallel.pp 3 | found 1 ranks, expected a multiple of tp * pp * cp = 1 * 3 * 1 = 3; `megarl launch C
+launch eval run.toml --checkpoint x --data task/heldout.jsonl --parallel.ep 2 --launch.ranks_per_node 3 | found 3 ranks
 report run --run.steps 3 | remove --run.steps
 train run.toml --rollout.group_size 1e23 | --rollout.group_size: found '1e23'
 quickstart --family gpt | invalid choice: 'gpt'

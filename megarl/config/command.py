@@ -5,6 +5,7 @@ the configuration. ``megarl.commands`` lists all commands; most live beside thei
 """
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, dataclass_transform
@@ -60,9 +61,23 @@ class OnConfiguration:
         """Return the configuration, checked for the ranks of torchrun, and set the environment variables of the
         ranks."""
         config = self.load(overrides)
-        config.check_world_size(world_size())
+        config.check_world_size(world_size(), self.launch_line(overrides))
         process_environment.apply(config)
         return config
+
+    def words(self, overrides: Overrides) -> list[str]:
+        """The words of the command line after the command's name."""
+        words = [str(self.config)]
+        for name, field in vars(type(self))["__pydantic_fields__"].items():
+            if name != "config" and (value := getattr(self, name)) != field.default:
+                values = value if isinstance(value, tuple) else () if value is True else (value,)
+                words += [f"--{name}", *map(str, values)]
+        return words + [word for key, value in overrides.items() for word in (f"--{key}", config_file.as_flag(value))]
+
+    def launch_line(self, overrides: Overrides) -> str:
+        """The command line that starts this command on all ranks of [launch]."""
+        stage = type(self).__name__.lower()
+        return shlex.join(["megarl", "launch", *([] if stage == "train" else [stage]), *self.words(overrides)])
 
 
 def world_size() -> int:

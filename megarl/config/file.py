@@ -24,6 +24,7 @@ SAVED = "config.toml"
 """The resolved configuration in a run folder."""
 RUN_ID = "run_id"
 """File beside config.toml with the name that the run gave itself."""
+_PLACES = ("model.path", "model.reference", "data.train", "data.heldout")
 _MAX_BYTES = 1 << 18
 _MOST_PROBLEMS = 8
 
@@ -67,6 +68,27 @@ def _require_working_folder(config: Config, path: str | Path, folder: str) -> No
     for key, value in (inputs | {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}).items():
         if value and not os.path.exists(value) and os.path.exists(beside := os.path.join(folder, value)):
             raise ConfigError(refusal("other_folder", path=path, key=key, value=value, here=os.getcwd(), beside=beside))
+
+
+def find_saved(path: Path, otherwise: str) -> tuple[Path, dict[str, str]]:
+    """Return the saved configuration of the run with this folder, folder of checkpoints or step folder, and overrides:
+    where run, model and data are now.
+
+    Relative paths count from the folder in which the run was started, which a relative run.dir tells. ConfigError,
+    which ends with ``otherwise``, without a run.
+    """
+    files = (place / SAVED for place in (path.resolve(), *path.resolve().parents[:2]) if (place / RUN_ID).is_file())
+    if (saved := next(filter(Path.is_file, files), None)) is None:
+        raise ConfigError(f"{path} has no {SAVED} of a run in it or above it: {otherwise}")
+    tables = ((name, table) for name, table in read_toml(saved).items() if isinstance(table, dict))
+    values = ((f"{name}.{key}", value) for name, table in tables for key, value in table.items())
+    texts = {key: Path(value) for key, value in values if isinstance(value, str)}
+    folder, old = saved.parent, texts.get("run.dir", saved)
+    start = Path() if old.is_absolute() else next((each for each in folder.parents if each / old == folder), Path())
+    places = {key: (start / texts.get(key, "")).absolute() for key in _PLACES if key in texts or key == "model.path"}
+    # Data may also be the name of a data set.
+    found = {key: str(place) for key, place in places.items() if key == "model.path" or place.exists()}
+    return saved, {"run.dir": str(folder), **found}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -37,9 +37,10 @@ class Config(Tables):
         """One sentence for each allowed setting that biases the gradient; shown by the run and the doctor."""
         return find_warnings(self)
 
-    def check_world_size(self, world_size: int) -> Layout:
-        """Divide world_size ranks; ConfigError if the layout or the batch does not come out even."""
-        refuse(for_ranks(self, world_size))
+    def check_world_size(self, world_size: int, start: str = "megarl launch CONFIG") -> Layout:
+        """Divide world_size ranks; ConfigError, with the command that starts enough ranks, if the layout or the batch
+        does not come out even."""
+        refuse(for_ranks(self, world_size, start))
         p = self.parallel
         dp = world_size // (p.tp * p.pp * p.cp)
         sizes = p.model_dump(include={"tp", "pp", "vpp", "cp", "ep"}) | {"dp": dp, "etp": p.expert_tp}

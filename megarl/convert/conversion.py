@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megarl.config.file import RUN_ID, find_saved
 from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
@@ -62,13 +63,14 @@ def to_megatron(source: Path, out: Path, options: Options) -> dict[str, Any]:
 def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict[str, Any]:
     """Convert a ``torch_dist`` checkpoint into a Hugging Face folder; result as of ``to_megatron``.
 
-    model: a folder with config and tokenizer; None for the folder inside a converted checkpoint. ConfigError without
-    its config.json, and as ``to_megatron``.
+    model: a folder with config and tokenizer; None for the folder inside a converted checkpoint, or model.path of the
+    run that wrote the checkpoint. ConfigError without its config.json, and as ``to_megatron``.
     """
     source = megatron_files.torch_dist_folder(source)
-    model = model or source / HF_FOLDER
+    if model is None and not (model := source / HF_FOLDER).exists():
+        model = Path(find_saved(source, "give --model, a folder with the config and tokenizer")[1]["model.path"])
     if not (model / "config.json").is_file():
-        raise ConfigError(refusal("no_config_of_megatron", model=model))
+        raise ConfigError(refusal("no_config_of_megatron", source=source, model=model))
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
@@ -174,6 +176,8 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         if model is not None:
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
         result = to_megatron(source, out, options)
+    elif (source / RUN_ID).is_file():
+        raise ConfigError(refusal("run_without_checkpoint", source=source))
     else:
         raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")
     if line := describe_left_out(result["dropped"]):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 
+from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
 from megarl.core.fp8 import quantize_fp8
 from megarl.core.fp8_names import SCALE, fp8_config, grid_of, is_fp8_weight
@@ -72,6 +73,8 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     ConfigError for a source that is quantised already, CheckpointError for an incomplete source or a full disk,
     NumericsError for a value that is not finite; ``out`` is then unchanged.
     """
+    if (megatron_files.torch_dist_folder(source) / "metadata.json").is_file():
+        raise ConfigError(refusal("quantize_megatron", source=source))
     if (table := find_quantization(read_json(source / "config.json"))) is not None:
         facts = {"source": source, "method": table.get("quant_method"), "blocks": table.get("weight_block_size")}
         raise ConfigError(refusal("quantised_twice", **facts))

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megarl.config import Config
 from megarl.config.command import OnConfiguration
 from megarl.config.file import load
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
-from megarl.engines.sglang.spec import free_port
+from megarl.engines.sglang.spec import CPU_SHIM, free_port
 from megarl.errors import ConfigError, MegarlError, RolloutError, reason_of, refusal, reworded
 from megarl.files.outputs import write_output
 from megarl.files.texts import read_table
@@ -27,6 +28,7 @@ from megarl.ops.exits import run_to_exit
 from megarl.ops.report.report import write_report
 from megarl.run.metrics_log import describe_judged, read_metrics
 from megarl.run.progress import program
+from megarl.run.status import read_status
 
 RANKS = 2
 
@@ -44,7 +46,8 @@ def config_text(family: Family, **paths: Path) -> str:
 
 
 def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
-    """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps.
+    """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps. Where
+    the report exists, say what there is and how to go on or begin anew.
 
     ConfigError if ``out`` is no folder for it, MegarlError if a step fails or the family is another.
     """
@@ -53,15 +56,13 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
     text = config_text(family, config=path, run=run, model=model, task=task)
-    finished = (run / "report" / "index.html").exists()
     untrained = out / "model-untrained"
     if (untrained / "config.json").exists() and (made := read_shape(untrained).family) != family:
         raise MegarlError(f"{out} holds a model of the family {made}: add --family {made}, or choose another --out")
     if not path.exists() and (entries := [entry.name for entry in out.iterdir()]):
         raise ConfigError(f"--out {out}: found {entries[0]}, expected a new or empty folder; choose another one")
-    if finished:
-        facts = {"out": out, "report": run / "report" / "index.html", **_commands(path, run)}
-        raise MegarlError(_TEXTS["finished"].format(**facts))
+    if (run / "report" / "index.html").exists():
+        return _say(_TEXTS["finished"].format(out=out, **_describe(path, run)))
     write_output(path, text.encode())
     # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
     # slower.
@@ -84,7 +85,8 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     replay, ep = config.train.replay, config.parallel.ep
     _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
     start_ranks(["train", str(path)], lambda: train(command.load_for_ranks({})))
-    _print_summary(out, config, write_report(run), time.monotonic() - started)
+    write_report(run)
+    _print_summary(out, config, time.monotonic() - started)
 
 
 def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
@@ -116,19 +118,20 @@ def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int 
     sys.exit(run_to_exit(words, work))
 
 
-def _print_summary(out: Path, config: Config, report: Path, seconds: float) -> None:
+def _print_summary(out: Path, config: Config, seconds: float) -> None:
     evaluations = [r for r in read_metrics(config.run_dir / "metrics.jsonl") if r["kind"] == "eval"]
     rates, judged = [record["eval/pass_rate"] for record in evaluations], describe_judged(evaluations[-1], "eval")
-    file = out / "quickstart.toml"
-    figures = {"seconds": seconds, "first": rates[0], "last": rates[-1], "best": max(rates), "report": report}
-    facts = {"judged": judged and f", {judged}", "torchrun": program("torchrun"), "ranks": RANKS, "file": file}
-    _say(_TEXTS["summary"].format(**figures, **facts, **_commands(file, config.run_dir)))
+    facts = {"first": rates[0], "last": rates[-1], "best": max(rates), "judged": judged and f", {judged}"}
+    _say(_TEXTS["summary"].format(seconds=seconds, **facts, **_describe(out / "quickstart.toml", config.run_dir)))
 
 
-def _commands(path: Path, run: Path) -> dict[str, Any]:
-    """Words for commands that go on with the run: twice the steps that it has made."""
-    steps = 2 * max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=30)
-    return {"megarl": program(), "path": shlex.quote(str(path)), "run": shlex.quote(str(run)), "steps": steps}
+def _describe(path: Path, run: Path) -> dict[str, Any]:
+    """Where the run is, and words for the commands that go on from there."""
+    status, report = read_status(run), run / "report" / "index.html"
+    more = status["steps"] * (2 if status["state"] == "finished" else 1)
+    places = {"path": path, "run": run, "hf": path.with_name("exported"), "report": report, "cpu": relpath(CPU_SHIM)}
+    words = {name: shlex.quote(str(place)) for name, place in places.items()}
+    return {**status, **words, "megarl": program(), "python": program("python"), "more": more}
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import tomli_w
 import torch
 from forks import Ended, Job, run_jobs
+from safetensors.torch import load_file
 from train_world import World
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -237,7 +239,7 @@ def layouts(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         job("earlier", 1, step.with_name("step_0000001"), {"parallel__ep": 1}),
         Job("newest", 1, "train_jobs:evaluated", last),
         job("wrong", 2, step, wrong),
-        job("one rank too few", 1, step, {}),
+        job("one process", 1, step, {}),
     ]
     return folder, run_jobs(jobs, folder / "jobs")
 
@@ -248,12 +250,14 @@ def test_acceptance_checkpoint_and_exported_folder_give_the_same_responses_in_ev
     layouts: tuple[Path, dict[str, Ended]],
 ) -> None:
     folder, ended = layouts
-    for name in ("run", "export", "tp1", "ep2", "tp2", "hf1", "hf2", "earlier"):
+    for name in ("run", "export", "tp1", "ep2", "tp2", "hf1", "hf2", "earlier", "one process"):
         ended[name].checked()
+    left_out = 'one process loads the whole checkpoint, and leaves out parallel = {"ep" = 2}'
+    assert [name for name in ended if left_out in ended[name].output] == ["one process"]
     assert ended["export"].value == 2
     for benchmark in ("heldout", "train"):
         wanted = (folder / "tp1" / benchmark / "responses.jsonl").read_bytes()
-        for name in ("ep2", "tp2", "hf1", "hf2"):
+        for name in ("ep2", "tp2", "hf1", "hf2", "one process"):
             assert (folder / name / benchmark / "responses.jsonl").read_bytes() == wanted, (name, benchmark)
             assert figures(folder / name, benchmark) == figures(folder / "tp1", benchmark)
         assert (folder / "earlier" / benchmark / "responses.jsonl").read_bytes() != wanted
@@ -290,5 +294,45 @@ def test_an_error_on_one_rank_ends_all(layouts: tuple[Path, dict[str, Ended]]) -
     assert all(ended["wrong"].exit_codes)
     assert "this reward cannot work on rank 1" in ended["wrong"].output
     assert "the evaluation on heldout failed on 1 other ranks" in ended["wrong"].output
-    assert ended["one rank too few"].exit_codes == (1,)
-    assert "parallel: found 1 ranks, expected a multiple of ep" in ended["one rank too few"].output
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_run_is_converted_and_evaluated_by_its_own_configuration_from_anywhere(
+    layouts: tuple[Path, dict[str, Ended]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, ended = layouts
+    for name in ("run", "export", "tp1"):
+        ended[name].checked()
+    run = Path(shutil.copytree(folder / "run", tmp_path / "elsewhere" / "moved"))
+    monkeypatch.chdir(tmp_path)
+    for source, out in ((run, "a"), (run / "checkpoints", "b"), (run / "checkpoints" / "step_0000002", "c")):
+        assert cli.main(["convert", str(source), out]) == 0
+        exported, found = (load_file(next(each.glob("*.safetensors"))) for each in (folder / "hf", Path(out)))
+        assert exported.keys() == found.keys()
+        assert all(torch.equal(exported[name], found[name]) for name in exported)
+    assert cli.main(["eval", "--checkpoint", "elsewhere/moved", "--samples", "2", "--out", "again"]) == 0
+    assert responses(tmp_path / "again") == responses(folder / "tp1")
+    capsys.readouterr()
+    # The model has gone, and the run has no checkpoint.
+    saved = run / "config.toml"
+    saved.write_text(re.sub("(?m)^path = .*$", 'path = "/gone/model"', saved.read_text()))
+    shutil.copytree(run / "checkpoints" / "step_0000002", tmp_path / "alone" / "step_0000002")
+    for words, told in (
+        (["convert", str(run), "d"], "found no config.json in the folder of its model, /gone/model; give --model"),
+        (["convert", "alone/step_0000002", "d"], "has no config.toml of a run in it or above it: give --model"),
+        (["eval", "--checkpoint", str(run)], "model.path: there is no folder /gone/model"),
+        (["eval", "--checkpoint", "alone/step_0000002"], "has no config.toml of a run in it or above it: give CONFIG"),
+        (
+            ["quantize", str(run), "d"],
+            f"a Megatron checkpoint, expected a Hugging Face folder; `megarl convert {run} OUT`",
+        ),
+    ):
+        assert cli.main(words) == 2
+        assert told in capsys.readouterr().err, words
+    shutil.rmtree(run / "checkpoints")
+    assert cli.main(["convert", str(run), "d"]) == 2
+    assert "is of a run without a complete checkpoint" in capsys.readouterr().err

@@ -162,15 +162,16 @@ def _judgement(config: Tables) -> Iterator[Row]:
     yield config.row("keep_every", saved.keep_every and (not saved.every or saved.keep_every % saved.every))
 
 
-def for_ranks(config: Tables, world_size: int) -> Iterator[Row]:
-    """Yield the rules for ``world_size`` ranks."""
+def for_ranks(config: Tables, world_size: int, start: str) -> Iterator[Row]:
+    """Yield the rules for ``world_size`` ranks; ``start``: the command that starts the ranks of [launch]."""
     p, num, sampling = config.parallel, config.train.mini_batches, config.sampling
     dense, expert = p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp
     for names, sizes, product in (
         ("tp * pp * cp", f"{p.tp} * {p.pp} * {p.cp}", dense),
         ("ep * etp * pp", f"{p.ep} * {p.expert_tp} * {p.pp}", expert),
     ):
-        facts = {"ranks": world_size, "names": names, "sizes": sizes, "product": product}
+        fitting = start + f" --launch.ranks_per_node {product}" * bool(config.launch.ranks % product)
+        facts = {"ranks": world_size, "names": names, "sizes": sizes, "product": product, "start": fitting}
         yield config.row("ranks_of_layout", world_size % product, **facts)
     dp, responses = world_size // dense, config.responses_per_step
     facts = {"dp": dp, "shares": num * dp, "responses": responses}

@@ -23,6 +23,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.config.file import as_toml
 from megarl.core.sampling.collector import Key
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
@@ -75,6 +76,9 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     distributed.initialize(config)
     progress = StepProgress(distributed.is_main_rank())
     task = distributed.from_main_rank(lambda: _prepare(request))
+    if task.checkpoint is not None and config.parallel != request.config.parallel:
+        left_out = as_toml(request.config.parallel.model_dump(exclude_defaults=True))
+        progress.line(f"one process loads the whole checkpoint, and leaves out parallel = {left_out}")
     tokenizer = load_model_tokenizer(config.model)
     # Servers write below run.dir. Keep the files out of a run in progress.
     config = with_keys(config, run={"dir": str(task.out)})

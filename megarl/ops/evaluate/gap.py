@@ -68,10 +68,9 @@ def find_weights(
         overrides = {**overrides, "model.path": str(path)}
     else:
         checkpoint = find_checkpoint(path).resolve()
-        saved = checkpoint.parent.parent / "config.toml"
-        file = file or (saved if saved.is_file() else None)
         if file is None:
-            raise ConfigError(f"{checkpoint} has no config.toml of a run above it: give --config FILE")
+            file, places = config_file.find_saved(checkpoint, "give --config FILE")
+            overrides = {**places, **overrides}
     if prompts is not None:
         overrides = {**overrides, "data.train": prompts}
     if file is not None:

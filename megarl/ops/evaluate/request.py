@@ -28,17 +28,18 @@ class EvalRequest:
     out: Path | None = None
     """Where results go; None: below run.dir."""
 
-    def layout(self, world_size: int) -> Config:
-        """Return the configuration for this number of ranks. Raises ConfigError if a checkpoint's layout does not fit.
+    def layout(self, world_size: int, start: str = "megarl launch eval CONFIG") -> Config:
+        """Return the configuration for this number of ranks. Raises ConfigError if a checkpoint's layout does not fit,
+        with the command ``start`` that starts enough ranks.
 
-        Without a checkpoint there is no layout. Batch sizes need not divide: no step trains.
+        Without a checkpoint, or on one rank, there is no layout. Batch sizes need not divide: no step trains.
         """
         config = self.config
-        parallel = ParallelConfig() if self.checkpoint is None else config.parallel
+        parallel = ParallelConfig() if self.checkpoint is None or world_size == 1 else config.parallel
         rollout = {"prompts_per_step": world_size, "group_size": 1}
         changed = {"parallel": parallel, "sampling": SamplingConfig(), "sft": None}
         resolved = with_keys(config, rollout=rollout, train={"mini_batches": 1}).model_copy(update=changed)
-        resolved.check_world_size(world_size)
+        resolved.check_world_size(world_size, start)
         return resolved
 
 

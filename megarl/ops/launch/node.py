@@ -68,8 +68,8 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
         logging.error("%s", error)
         rank = find_cause(error.failures)
         _write_cause(rank, error.failures[rank].exitcode, folder)
-    except SignalException:
-        return 0  # stopped on request, no failure: the status has the ranks' outcome
+    except SignalException as error:
+        return 128 + error.sigval
     except Exception as error:  # of torch's rendezvous
         logging.exception("torchrun failed")
         print(f"megarl: error: torchrun failed: {describe(error)}; see {log}", file=sys.stderr, flush=True)
@@ -129,7 +129,9 @@ def main(words: list[str]) -> int:
     if launch["topology"]["job"] is None:  # without Slurm, the kernel ends this process with its parent
         signal_after_parent(signal.SIGTERM)
     os.environ.update(environment(launch, node))
-    return run_ranks(torchrun(launch, node), Path(launch["logs"]) / f"node{node}" / "torchrun.log", path.parent)
+    code = run_ranks(torchrun(launch, node), Path(launch["logs"]) / f"node{node}" / "torchrun.log", path.parent)
+    # A trainer that was stopped on request has not failed: its status has the outcome.
+    return 0 if launch["command"][0] == "train" and code > 128 else code
 
 
 if __name__ == "__main__":

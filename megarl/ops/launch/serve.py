@@ -27,7 +27,7 @@ def serve(config: Config, launch_file: Path, index: int) -> None:
     launch = json.loads(launch_file.read_text())
     topology = read_topology(launch)
     # One folder per server, because two servers of a node would write files of equal names at the same time.
-    folder = config.run_dir / "sglang" / f"server{index}"
+    folder = launch_file.parent / "sglang" / f"server{index}"
     specs = server_specs(config, topology.server_node(index).address, key_named(config.sglang.api_key_env), folder)
     spec = replace(specs[index % topology.per_node], port=topology.server_ports[index])
     ended = _listen_for_end(end_file(launch_file, index), launch["launch"])
@@ -63,7 +63,7 @@ def main(words: list[str]) -> int:
     launch_file, index = Path(words[0]), int(words[1])
     words_left, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
-        serve(config_file.load(Path(words_left[-1]), overrides, trust="--trust" in words_left), launch_file, index)
+        serve(config_file.load(Path(words_left[1]), overrides, trust="--trust" in words_left), launch_file, index)
     except MegarlError as error:
         print(f"megarl: error: server {index}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

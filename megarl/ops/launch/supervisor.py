@@ -3,7 +3,8 @@
     servers on separate nodes -> their URLs -> trainer -> finished | stopped: requeue | died: start again
 
 The trainer's status file, not the exit code of torchrun or srun, says how the trainer ended. A new trainer continues
-from the newest checkpoint and repeats the steps since.
+from the newest checkpoint and repeats the steps since. ``megarl eval`` and ``megarl sft`` under the launcher write no
+status, and begin anew: exit code 0 says that they are done, and a request to stop ends them at once.
 """
 
 import json
@@ -34,7 +35,8 @@ KEY_VARIABLE = "MEGARL_API_KEY"
 ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
 """Environment variable with the name of this start of the trainer; the trainer's status file repeats the name."""
 _POLL_S = 0.5
-_FULL_DISK_S = 60.0
+_FULL_DISK_S, _END_S = 60.0, 40.0
+_NAMES = {"train": "trainer", "eval": "evaluation", "sft": "cold start"}
 _BAD_INPUT = ("ConfigError", "DataError", "CheckpointError", "RewardError")
 """Errors of the input or of the user's code, which would end the next start too."""
 
@@ -43,9 +45,10 @@ class Supervisor:
     """One launch of a run: ``run`` returns the exit code."""
 
     def __init__(self, config: Config, command: Sequence[str]) -> None:
-        """command: the words after ``megarl`` on each rank; the last word is the path of the configuration."""
-        self.config, self.command = config, list(command)
-        self.folder = config.run_dir.absolute()
+        """command: the words after ``megarl`` on each rank: train, eval or sft; path of the configuration; the rest."""
+        self.config, self.command, stage = config, list(command), command[0]
+        self.name, self._trains = _NAMES[stage], stage == "train"
+        self.folder = config.run_dir.absolute() / ("" if self._trains else stage)  # beside the files of a trainer
         self._stop_signal: signal.Signals | None = None
         self._stop_asked_at = 0.0
         self._attempt = 0
@@ -87,12 +90,13 @@ class Supervisor:
             checkpoint = newest_checkpoint(self.folder) or ""
             code = self._train()
             record = read_record(self.folder / "status.json")  # none of this start if a rank died early
-            status = record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
+            state = None if self._trains else {0: "finished", 128 + signal.SIGTERM: "stopped"}.get(code)
+            status = record if record.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {"state": state}
             if status.get("state") == "finished":
                 return FINISHED
             if self._stop_signal is not None:
-                saved = "saved itself" if status.get("state") == "stopped" else "was killed"
-                self._tell(f"asked to stop by {self._stop_signal.name}; the trainer {saved}")
+                saved = "saved itself" if self._trains and status.get("state") == "stopped" else "was killed"
+                self._tell(f"asked to stop by {self._stop_signal.name}; the {self.name} {saved}")
                 return STOPPED
             # If a node's process was killed, Slurm, not the user, asks the remaining ranks to stop.
             if status.get("state") == "stopped" and code != 128 + signal.SIGKILL:
@@ -101,27 +105,29 @@ class Supervisor:
             failure = read_record(self._failure_file)
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
             cause = failure.get("message") or status.get("last_error") or f"exit code {code}"
-            if failure.get("kind") in (None, "MegarlError"):  # a killed rank has written no error
+            if self._trains and failure.get("kind") in (None, "MegarlError"):  # a killed rank has written no error
                 # Where the cause is known, leave out further errors.
                 places = [sign | {"error": None} for sign in signs] if failure else signs
                 cause += f"; last seen: {describe_ranks(places, now=None)}"
                 if not failure and not any(sign["beat"] for sign in signs):
                     cause += refusal("no_rank_began", python=PYTHON)
             if failure.get("kind") in _BAD_INPUT:
-                self._tell(f"the trainer cannot go on: {cause}")
+                self._tell(f"the {self.name} cannot go on: {cause}")
                 return BAD_INPUT
             if failure.get("kind") == "DamageError":  # a restart would find the same damage
                 self._tell(f"given up: {cause}")
                 return FAILED
             fruitless = 0 if (newest_checkpoint(self.folder) or "") > checkpoint else fruitless + 1
             if fruitless > self.config.launch.max_restarts:
-                self._tell(f"the trainer died {fruitless} times without a new checkpoint and is given up: {cause}")
+                times = f"{fruitless} times" + " without a new checkpoint" * self._trains
+                self._tell(f"the {self.name} died {times} and is given up: {cause}")
                 return FAILED
-            self._tell(f"the trainer died ({cause}); starting it again")
+            self._tell(f"the {self.name} died ({cause}); starting it again")
 
     def _set_topology(self, topology_found: Topology) -> None:
-        self.topology = topology_found
-        if topology_found.servers and self.config.sglang.api_key_env is None:
+        samples = self.command[0] != "sft"
+        self.topology = topology_found if samples else replace(topology_found, servers=(), server_ports=())
+        if self.topology.servers and self.config.sglang.api_key_env is None:
             # Whoever reaches a server can replace the weights. The key is passed in the environment only, in no file.
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
@@ -132,14 +138,13 @@ class Supervisor:
             of_trainer = ["--sglang.urls", json.dumps(self.topology.urls), "--sglang.gpus", "[]"]
             if self.config.sglang.api_key_env is None:
                 key = ["--sglang.api_key_env", KEY_VARIABLE]
-        *words, path = self.command
         if self._attempt:
-            says += f", {self._attempt} starts of the trainer, {sum(self._servers.restarts)} restarts of servers"
+            says += f", {self._attempt} starts of the {self.name}, {sum(self._servers.restarts)} restarts of servers"
         launch = {
             "launch": self.logs.name,
             "topology": asdict(self.topology),
-            "command": [*words, *key, *of_trainer, path],
-            "server_command": [*words, *key, path],
+            "command": [*self.command, *key, *of_trainer],
+            "server_command": [*self.command, *key],
             "logs": str(self.logs / f"attempt{self._attempt}"),
             "says": says,
         }
@@ -179,7 +184,7 @@ class Supervisor:
         self._write_for_ranks()
         if self._stop_signal is not None:
             return STOPPED
-        step = Step("trainer", self._trainer_words())
+        step = Step(self.name, self._trainer_words())
         try:
             while step.code is None:
                 self._wait()
@@ -191,7 +196,10 @@ class Supervisor:
             step.stop(grace_s=1.0)
 
     def _stop_trainer(self, step: Step) -> None:
-        """Ask the ranks to stop, and kill them after launch.stop_grace_s."""
+        """Ask the ranks to stop, and kill them after launch.stop_grace_s. An evaluation or a cold start has nothing to
+        save: end it."""
+        if not self._trains:
+            return step.stop(_END_S)
         grace_s = self.config.launch.stop_grace_s
         # By a file: a signal would also end servers and reward workers, and miss starting ranks.
         with suppress(OSError):
@@ -256,6 +264,8 @@ class Supervisor:
             time.sleep(60.0)  # Slurm ends this script; an exit code would count as the job's end
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1 and not self._trains:
+            return  # near the time limit, and nothing to save: it may still end in time
         if self._stop_signal is None:
             self._stop_signal, self._stop_asked_at = signal.Signals(number), time.monotonic()
             return
@@ -282,10 +292,9 @@ class Supervisor:
 
 
 def launch(config: Config, command: Sequence[str]) -> int:
-    """``megarl launch``; see ``Supervisor``. ConfigError under torchrun, and for a layout that does not fit."""
-    if config.launch.layout != "local" and not Path(command[-1]).is_absolute():
-        command = [*command[:-1], str(Path(command[-1]).absolute())]
+    """``megarl launch``; see ``Supervisor``. ConfigError under torchrun."""
+    if config.launch.layout != "local":
+        command = [command[0], str(Path(command[1]).absolute()), *command[2:]]
     if os.environ.get("RANK") is not None:
         raise ConfigError("megarl launch starts torchrun itself; run it once, without torchrun")
-    config.check_world_size(config.launch.ranks)
     return Supervisor(config, command).run()

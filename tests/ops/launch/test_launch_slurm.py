@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +77,15 @@ class Job(Run):
         return self.cluster.wait(self.id, timeout_s)["JobState"]
 
 
-def submit(cluster: Cluster, world: World, script: str, config: Path, *options: str) -> Job:
-    """Torchrun and its rank on a node import once for both."""
+def submit(
+    cluster: Cluster, world: World, script: str, config: Path, *options: str, evaluates: Sequence[str] | None = None
+) -> Job:
+    """Torchrun and its rank on a node import once for both. With the options of an evaluation, the job is one."""
     log = config.with_suffix(".log")
     step = preloaded.write_python(world.root / "python", sys.executable, "megarl.ops.launch.node", preloaded.MODULES)
     environment = world.environment(MEGARL_PYTHON=sys.executable, MEGARL_STEP_PYTHON=str(step))
-    job = cluster.submit(*options, f"--output={log}", SCRIPTS / script, config, env=environment, cwd=world.root)
+    words = [config] if evaluates is None else ["eval", config, *evaluates]
+    job = cluster.submit(*options, f"--output={log}", SCRIPTS / script, *words, env=environment, cwd=world.root)
     return Job(world, config, cluster, job)
 
 
@@ -118,6 +121,39 @@ def test_a_job_that_is_requeued_in_mid_run_ends_with_the_numbers_of_one_that_was
     assert int(cluster.job(job.id)["Restarts"]) == 1
     assert "resumed from" in job.said
     assert_whole(job.folder, reference)
+
+
+@pytest.mark.needs("slurm")
+def test_a_job_evaluates_on_two_nodes_and_begins_anew_when_it_is_requeued(
+    cluster: Cluster, world: World, reference: Path
+) -> None:
+    outs, jobs = [world.root / name for name in ("eval-job", "eval-requeued")], []
+    for out, more in ((outs[0], ()), (outs[1], ("--reward.function", "lengths:slow_reward", "--samples", "64"))):
+        config = world.config(out.name, TWO_NODES)
+        options = [
+            "--checkpoint",
+            str(reference),
+            "--out",
+            str(out),
+            "--samples",
+            "2",
+            "--eval.max_prompts",
+            "8",
+            *more,
+        ]
+        options += ["--eval.max_prompts", "8"]
+        jobs.append(submit(cluster, world, "colocated.sbatch", config, "--nodes=2", evaluates=options))
+    evaluated, requeued = jobs
+    assert evaluated.ended() == "COMPLETED", evaluated.said
+    assert len((outs[0] / "heldout" / "responses.jsonl").read_text().splitlines()) == 16
+    logs = [*evaluated.folder.glob("eval/logs/*/attempt1/node*/*/attempt_0/*/stdout.log")]
+    assert len({log.parents[3] for log in logs}) == 2  # both nodes
+    until(lambda: bool([*requeued.folder.glob("eval/logs/*/attempt1/node1/*/attempt_0/*/stdout.log")]), "ranks")
+    cluster.run("scontrol", "requeue", requeued.id)
+    assert requeued.ended() == "COMPLETED", requeued.said
+    assert int(cluster.job(requeued.id)["Restarts"]) == 1
+    assert "given up" not in requeued.log.read_text()
+    assert len((outs[1] / "heldout" / "responses.jsonl").read_text().splitlines()) == 512
 
 
 @pytest.mark.needs("slurm")
@@ -237,6 +273,14 @@ def test_servers_on_a_node_of_their_own_are_killed_and_nothing_is_lost(
     assert check(job.folder / "samples.jsonl", STEPS) == STEPS * 32
     assert "secret" not in job.said
     job.until(lambda: nobody_is_left(job), "nobody is left")
+    asked = ["--checkpoint", str(job.folder), "--samples", "2", "--eval.max_prompts", "8"]
+    evaluation = submit(cluster, world, f"{layout}.sbatch", config, *nodes, evaluates=asked)
+    assert evaluation.ended() == "COMPLETED", evaluation.said
+    launch = read_json(job.folder / "eval" / "launch.json")
+    assert [node["name"] for node in launch["topology"]["servers"]] == ["n2"]
+    found = read_json(job.folder / "eval" / f"step_{STEPS:07d}" / "eval.json")
+    assert found["benchmarks"]["heldout"]["figures"]["responses"] == 16
+    assert (job.folder / "eval" / "sglang" / "server0").is_dir()  # beside those of the trainer
 
 
 @pytest.mark.sglang

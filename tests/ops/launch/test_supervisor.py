@@ -60,8 +60,8 @@ class Launched(Supervisor):
         return ["sh", "-c", self.trainer.replace("$RUN", str(self.folder))]
 
 
-def launched(folder: Path, trainer: str, **launch: Any) -> Launched:
-    made = Launched(config(folder, max_restarts=0, **launch), ["train", "c.toml"])
+def launched(folder: Path, trainer: str, stage: str = "train", **launch: Any) -> Launched:
+    made = Launched(config(folder, **{"max_restarts": 0, **launch}), [stage, "c.toml"])
     made.trainer = trainer
     return made
 
@@ -100,6 +100,55 @@ def test_what_would_end_the_next_start_too_is_not_started_again(
     assert made.run() == code
     assert (tmp_path / "run" / "began").read_text() == "began\n" * starts
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "work", "code", "says"),
+    [
+        ("eval", "exit 0", 0, ""),  # writes no status: the exit code decides
+        (
+            "sft",
+            "test -e $RUN/began || { touch $RUN/began; exit 3; }",
+            0,
+            "the cold start died (exit code 3); starting",
+        ),
+        ("eval", "exit 3", 1, "the evaluation died 2 times and is given up: exit code 3"),
+        ("eval", "exit 143", 75, ""),  # somebody else has ended it
+        ("sft", 'echo \'{"kind": "DataError", "message": "why"}\' > $MEGARL_FAILURE; exit 1', 2, "cannot go on: why"),
+    ],
+)
+def test_an_evaluation_or_a_cold_start_is_judged_by_its_exit_code_and_begins_anew(
+    stage: str, work: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "launch.json").write_text("of a trainer")
+    (tmp_path / "run" / "status.json").write_text('{"state": "running"}')
+    made = launched(tmp_path, work, stage, max_restarts=1)
+    assert made.run() == code
+    assert says in capsys.readouterr().err
+    launch = json.loads((tmp_path / "run" / stage / "launch.json").read_text())
+    assert launch["command"] == [stage, "c.toml"]
+    assert launch["says"].startswith({0: "finished", 75: "stopped"}.get(code, "gave up"))
+    assert (tmp_path / "run" / "launch.json").read_text() == "of a trainer"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 0)])
+def test_an_evaluation_ends_at_once_on_request_and_goes_on_near_the_time_limit(
+    number: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = launched(tmp_path, f"kill -{number} {os.getpid()}; sleep 2; echo done > $RUN/done", "eval")
+    assert made.run() == code
+    assert (tmp_path / "run" / "eval" / "done").exists() == (code == 0)
+    assert ("asked to stop by SIGTERM; the evaluation was killed" in capsys.readouterr().err) == (code == 75)
+
+
+def test_a_cold_start_on_nodes_of_servers_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = launched(tmp_path, "exit 0", "sft")
+    machine = Node("n1", "127.0.0.1")
+    monkeypatch.setattr(steps, "find", lambda *_: steps.Topology((machine,), (machine,), 1, 20001, (20002,)))
+    assert made.run() == 0
+    launch = json.loads((tmp_path / "run" / "sft" / "launch.json").read_text())
+    assert (launch["topology"]["servers"], launch["command"]) == ([], ["sft", "c.toml"])
 
 
 def test_a_stop_before_the_trainer_starts_none_and_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
