@@ -1,6 +1,6 @@
 """Sinks: where the records of a run go besides metrics.jsonl (``log.sinks``): TensorBoard, Weights & Biases, MLflow.
 
-``package.module:sink`` names a sink of your own: a function or class that takes a ``SinkRun`` and returns a ``Sink``.
+``package.module:sink`` names a sink of your own: a function or class of a ``SinkRun``, which says what a sink is.
 Every sink has a process (``megarl.run.feed``), and no other process imports its package.
 """
 
@@ -13,16 +13,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.errors import ConfigError
 from megarl.files.texts import refusal
 
+Metrics = Mapping[str, float]
+Samples = Sequence[Mapping[str, Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """A run, for a sink."""
+    """A run, for a sink: an object with ``id``, its name of the run, kept for the next start, and two methods.
+
+    - ``log(step, kind, metrics, samples, verdicts)`` takes a record after ``step`` steps, in order and from a single
+      thread. megarl repeats a call that raises. kind: "step" or "eval". metrics: numbers, also nan and infinities; of
+      mini-batches "minibatch_0/loss"; and "health/CHECK", 1 for a warning of the check, 2 for an alarm, 0 once it has
+      ended. samples: stored responses of the first rank, at most 64, with the fields of megarl/run/fields.toml and
+      perhaps more. verdicts: lines of health checks, tripwires and the self-test.
+    - ``close(state, error)`` flushes. state: "finished", "stopped" or "failed"; error: of a failed run, else empty.
+
+    A sink with ``rewinds = True`` forgets what came after step ``done`` when it begins, and gets those steps again;
+    another sink keeps what it has, and gets no step twice.
+    """
 
     name: str
     """run.name."""
@@ -36,44 +50,11 @@ class SinkRun:
     """The resolved configuration: dotted key -> text, number or truth value. Lists are JSON, secrets "***"."""
     done: int
     """Finished steps at this start of the run."""
-    id: str | None = None
-    """``Sink.id`` of an earlier start; None at the first."""
+    id: str | None
+    """The sink's ``id`` of an earlier start; None at the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class SinkRecord:
-    """What a sink gets of a step, or of an evaluation after a step."""
-
-    step: int
-    """Finished steps."""
-    kind: str
-    """"step" or "eval"."""
-    metrics: Mapping[str, float]
-    """Numbers, also nan and infinities. Metrics of mini-batches are "minibatch_0/loss"; "health/CHECK" is 1 for a
-    warning of the check, 2 for an alarm, and 0 once it has ended."""
-    samples: Sequence[Mapping[str, Any]]
-    """Stored responses of the first rank, at most 64, with the fields of megarl/run/fields.toml and perhaps more."""
-    verdicts: Sequence[str]
-    """Lines of health checks, tripwires and the self-test."""
-
-
-class Sink(Protocol):
-    """Takes the records of a run, in order and from a single thread. An exception of ``log`` repeats the call later.
-
-    A sink with an attribute ``rewinds = True`` forgets records after step ``SinkRun.done`` when it begins, and gets
-    them again; another sink keeps what it has and gets no step twice.
-    """
-
-    id: str
-    """The run's name in the sink, kept for the next start."""
-
-    def log(self, record: SinkRecord) -> None: ...
-
-    def close(self, state: str, error: str) -> None:
-        """Flush. state: "finished", "stopped" or "failed"; error: of a failed run, else empty."""
-
-
-def load_sink(name: str) -> Callable[[SinkRun], Sink]:
+def load_sink(name: str) -> Callable[[SinkRun], Any]:
     """Return the maker of a sink of ``log.sinks``; ConfigError if its package is missing or cannot be imported."""
     if ":" in name:
         return check_function("log.sinks", name, load_plug("log.sinks", name), "run")
@@ -83,26 +64,31 @@ def load_sink(name: str) -> Callable[[SinkRun], Sink]:
     return {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}[name]
 
 
-_SECRET = re.compile(r"(?i)(api|access|private)_?key|secret|passw|credential|token$|_key$")
+_NAMES = r"[\w-]*(?:api_?key|secret|passw|credential|token\b|_key\b|-key\b)[\w-]*"
+_SECRET = re.compile(  # a value in JSON, an option of a command line, a password in a URL
+    rf'''(?i)("{_NAMES}": ")(?:\\.|[^"\\])*|(--{_NAMES}(?:=|\s|", "))(?:\\.|[^\s"\\])+|(://)[^/@\s"]+(?=@)'''
+)
 
 
-def flatten(value: Any, environment: Mapping[str, str], key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, text or number) of nested tables, with "***" for secrets.
+def flatten(tables: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, text, number or truth value) of a configuration; lists and inner tables as JSON.
 
-    Secrets are texts whose key names a secret, values of options such as ``--api-key X``, passwords in URLs, and values
-    of environment variables whose names name a secret.
+    Secrets are "***": texts whose key names a secret, values of options such as ``--api-key X``, passwords in URLs, and
+    values of environment variables whose names name a secret.
     """
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from flatten(inner, environment, f"{key}.{name}" if key else str(name))
-        return
-    if not isinstance(value, int | float):
-        value = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        for secret in (v for name, v in environment.items() if len(v) > 7 and _SECRET.search(name)):
-            value = value.replace(secret, "***")
-        value = re.sub(r'(--[\w-]*(?:key|token|secret|password)(?:=|\s|", "))[^\s"]+', r"\1***", value)
-        value = "***" if _SECRET.search(key) else re.sub(r"://[^/@\s]+@", "://***@", value)
-    yield key, value
+    hidden = [v for name, v in environment.items() if len(v) > 7 and re.fullmatch(f"(?i){_NAMES}", name)]
+    for dotted, value in ((f"{table}.{key}", v) for table, inner in tables.items() for key, v in inner.items()):
+        if isinstance(value, str | list | dict):
+            key = dotted.rpartition(".")[2]
+            text = _SECRET.sub(
+                lambda found: f"{found[found.lastindex or 0]}***",
+                json.dumps({key: value}, ensure_ascii=False, default=str),
+            )
+            for secret in hidden:
+                text = text.replace(json.dumps(secret)[1:-1], "***")
+            shown = json.loads(text)[key]
+            value = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+        yield dotted, value
 
 
 class TensorBoard:
@@ -111,32 +97,30 @@ class TensorBoard:
     id, rewinds = "tensorboard", True
 
     def __init__(self, run: SinkRun) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self._folder, self._step, self._writer = str(run.folder / "tensorboard"), run.done, None
+        self._write(run.done + 1, session_log={"status": 1})  # START hides later steps of earlier files
+        self._add({}, config=_to_markdown([{"key": key, "value": value} for key, value in run.config.items()]))
 
-        self._event, self._summary, self._text, self._writer = event_pb2, summary_pb2.Summary, text_pb, None
-        self._open, self._step = lambda: EventFileWriter(str(run.folder / "tensorboard")), run.done
-        # Hides what earlier files say of later steps.
-        self._write(run.done + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
-        self._add({}, config=_to_markdown([("key", "value"), *run.config.items()]))
-
-    def log(self, record: SinkRecord) -> None:
-        self._step, samples = record.step, _to_markdown(tabulate(record.samples))
-        self._add(record.metrics, samples=samples, verdicts="\n\n".join(record.verdicts))
+    def log(self, step: int, kind: str, metrics: Metrics, samples: Samples, verdicts: Sequence[str]) -> None:
+        self._step = step
+        self._add(metrics, samples=_to_markdown(samples), verdicts="\n\n".join(verdicts))
 
     def close(self, state: str, error: str) -> None:
         self._add({}, state=f"{state} {error}")
-        self._writer.close()
 
-    def _add(self, metrics: Mapping[str, float], **texts: str) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
-        values += [self._text(tag, text).value[0] for tag, text in texts.items() if text]
-        self._write(self._step, summary=self._summary(value=values))
+    def _add(self, metrics: Metrics, **texts: str) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        values: list[Any] = [{"tag": tag, "simple_value": value} for tag, value in metrics.items()]
+        values += [text_pb(tag, text).value[0] for tag, text in texts.items() if text]
+        self._write(self._step, summary={"value": values})
 
     def _write(self, step: int, **content: Any) -> None:
-        writer, self._writer = self._writer or self._open(), None  # a writer that has failed fails for ever
-        writer.add_event(self._event.Event(wall_time=time.time(), step=step, **content))
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        writer, self._writer = self._writer or EventFileWriter(self._folder), None  # after an error: a new file
+        writer.add_event(Event(wall_time=time.time(), step=step, **content))
         writer.flush()
         self._writer = writer
 
@@ -153,12 +137,12 @@ class Wandb:
         self._run.define_metric("*", step_metric="global_step")
         self._table, self.id = wandb.Table, f"{self._run.entity}/{self._run.project}/{self._run.id}"
 
-    def log(self, record: SinkRecord) -> None:
-        row: dict[str, Any] = {**record.metrics, "global_step": record.step}
-        tables = {"samples": tabulate(record.samples), "verdicts": [["verdict"], *([v] for v in record.verdicts)]}
-        for name, (columns, *rows) in tables.items():
-            row |= {name: self._table(columns=columns, data=rows, allow_mixed_types=True)} if rows else {}
-        self._run.log(row, step=2 * record.step + (record.kind == "eval"))
+    def log(self, step: int, kind: str, metrics: Metrics, samples: Samples, verdicts: Sequence[str]) -> None:
+        row: dict[str, Any] = {**metrics, "global_step": step}
+        for name, rows in {"samples": samples, "verdicts": [{"verdict": line} for line in verdicts]}.items():
+            columns, *data = tabulate(rows)
+            row |= {name: self._table(columns=columns, data=data, allow_mixed_types=True)} if rows else {}
+        self._run.log(row, step=2 * step + (kind == "eval"))
 
     def close(self, state: str, error: str) -> None:
         self._run.summary.update({"state": state, "error": error})
@@ -171,39 +155,28 @@ class Mlflow:
     def __init__(self, run: SinkRun) -> None:
         mlflow: Any = importlib.import_module("mlflow")
         self._entities, self._client = importlib.import_module("mlflow.entities"), mlflow.MlflowClient()
-        try:
-            self.id = run.id or self._create(run)
-            self._client.update_run(self.id, "RUNNING")
-        except mlflow.exceptions.MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            self.id = self._create(run)  # another MLFLOW_TRACKING_URI than before
-
-    def _create(self, run: SinkRun) -> str:
         name, tags = run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default"), {"megarl.run_id": run.run_id}
+        if run.id is not None:
+            self.id = run.id
+            return self._client.update_run(self.id, "RUNNING")
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        created = self._client.create_run(number, run_name=run.name, tags=tags).info.run_id
-        self._send(created, params=[self._entities.Param(key, str(value)) for key, value in allowed(run.config)])
-        return created
+        self.id = self._client.create_run(number, run_name=run.name, tags=tags).info.run_id
+        self._send("params", 100, [self._entities.Param(key, str(value)) for key, value in allowed(run.config)])
 
-    def _send(self, run: str, most: int = 100, **kinds: list[Any]) -> None:
-        for kind, entities in kinds.items():
-            for begin in range(0, len(entities), most):  # as many as a request may hold
-                self._client.log_batch(run, **{kind: entities[begin : begin + most]})
-
-    def log(self, record: SinkRecord) -> None:
-        columns, *rows = tabulate(record.samples)
+    def log(self, step: int, kind: str, metrics: Metrics, samples: Samples, verdicts: Sequence[str]) -> None:
+        columns, *rows = tabulate(samples)
         if rows:
-            table = {"columns": columns, "data": rows}
-            self._client.log_dict(self.id, table, f"samples/step_{record.step:07d}.json")
-        if record.verdicts:
-            text = "\n".join(record.verdicts)
-            self._client.log_text(self.id, text, f"verdicts/step_{record.step:07d}.txt")
-            self._client.set_tag(self.id, "megarl.verdict", text[:5000])
-        now, step = int(time.time() * 1000), record.step
-        metrics = [self._entities.Metric(name, value, now, step) for name, value in allowed(record.metrics)]
-        self._send(self.id, 1000, metrics=metrics)
+            self._client.log_dict(self.id, {"columns": columns, "data": rows}, f"samples/step_{step:07d}.json")
+        if verdicts:
+            self._client.log_text(self.id, "\n".join(verdicts), f"verdicts/step_{step:07d}.txt")
+            self._client.set_tag(self.id, "megarl.verdict", "\n".join(verdicts)[:5000])
+        now = int(time.time() * 1000)
+        self._send("metrics", 1000, [self._entities.Metric(key, value, now, step) for key, value in allowed(metrics)])
+
+    def _send(self, kind: str, most: int, entities: list[Any]) -> None:
+        for begin in range(0, len(entities), most):  # as many as a request may hold
+            self._client.log_batch(self.id, **{kind: entities[begin : begin + most]})
 
     def close(self, state: str, error: str) -> None:
         self._client.set_tag(self.id, "megarl.state", f"{state} {error}"[:5000])
@@ -217,20 +190,21 @@ def allowed(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """
     used = dict[str, int]()
     for name, value in values.items():
-        parts = re.sub(r"[^\w\-. :/]", "_", name)[:240].split("/")
-        path = "/".join(part if part.strip(".") else "_" for part in parts)
+        path = re.sub(r"(^|(?<=/))\.*(?=/|$)", "_", re.sub(r"[^\w\-. :/]", "_", name)[:240])
         used[path] = used.get(path, 0) + 1
         yield path if used[path] == 1 else f"{path}_{used[path]}", value
 
 
-def tabulate(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return the rows of a table, names of columns first; nested values as JSON."""
-    columns = list(dict.fromkeys(name for sample in samples for name in sample))
-    cell = lambda v: json.dumps(v, ensure_ascii=False) if isinstance(v, list | dict) else v  # noqa: E731
-    return [columns, *([cell(sample.get(name)) for name in columns] for sample in samples)]
+def tabulate(rows: Samples) -> list[list[Any]]:
+    """Return the cells of a table, names of columns first; nested values as JSON."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[row.get(name) for name in columns] for row in rows]
+    return [columns, *([json.dumps(v) if isinstance(v, list | dict) else v for v in row] for row in cells)]
 
 
-def _to_markdown(table: Sequence[Sequence[Any]]) -> str:
-    """Return a table in Markdown; empty without a row below the names."""
-    head, *rows = ([re.sub(r"([|<>&*_`\\])", r"\\\1", str(v)).replace("\n", "↵") for v in row] for row in table)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) if rows else ""
+def _to_markdown(rows: Samples) -> str:
+    """Return a table in Markdown; empty without rows."""
+    table = [[re.sub(r"([|<>&*_`\\])", r"\\\1", str(v)).replace("\n", "↵") for v in row] for row in tabulate(rows)]
+    return (
+        "\n".join(f"| {' | '.join(row)} |" for row in (table[0], ["---"] * len(table[0]), *table[1:])) if rows else ""
+    )
