@@ -186,11 +186,13 @@ class Mlflow:
 def allowed(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield values under names that MLflow takes: letters, digits and " _-.:/", a relative path, at most 250 long.
 
-    Of names that become equal, the later get a number.
+    "/" is "." but for the first: in MLflow's files, "ess" cannot lie beside "ess/fraction". Of names that become equal,
+    the later get a number.
     """
     used = dict[str, int]()
     for name, value in values.items():
-        path = re.sub(r"(^|(?<=/))\.*(?=/|$)", "_", re.sub(r"[^\w\-. :/]", "_", name)[:240])
+        group, slash, rest = re.sub(r"[^\w\-. :/]", "_", name)[:240].partition("/")
+        path = re.sub(r"(^|(?<=/))\.*(?=/|$)", "_", f"{group}{slash}{rest.replace('/', '.')}")
         used[path] = used.get(path, 0) + 1
         yield path if used[path] == 1 else f"{path}_{used[path]}", value
 

@@ -59,6 +59,7 @@ READS = {
     "length_ratio": ("response/length_mean", 64.0),
     "truncated_share": ("response/truncated_fraction", 1.0),
     "gradient_ratio": ("grad_norm", 2.0),
+    "sink_failures": ("sinks/failing", 1.0),
 }
 """Checks of one metric: this metric, and what it is divided by in a calm run."""
 APART = {"zero_reward_steps": "reward/mean", "pass_rate_ratio": "reward/pass_rate", "idle_share": "time/train_s"}
