@@ -371,7 +371,7 @@ def test_wandb_has_each_step_once_under_one_id(foreign: tuple[Path, dict[str, st
     internal = [row["_step"] for row in rows]
     assert internal == sorted(set(internal))
     assert rows[0]["minibatch_0/loss"] == 1.25
-    assert rows[0]["samples"]["_type"] == rows[0]["verdicts"]["_type"] == "table-file"
+    assert rows[0]["samples/_type"] == rows[0]["verdicts/_type"] == "table-file"
     assert (config["rollout.group_size"], exits) == (8, [0, 0])
 
 
@@ -381,7 +381,7 @@ def test_wandb_has_each_step_once_under_one_id(foreign: tuple[Path, dict[str, st
         ("sglang.arguments", ["--api-key", "abc", "--port", "1"], '["--api-key", "***", "--port", "1"]'),
         ("sglang.arguments", ["--hf-token=d", "-x"], '["--hf-token=***", "-x"]'),
         ("environment.options", {"password": 'a"b c'}, '{"password": "***"}'),
-        ("environment.options", {"deep": {"x_token": "t", "tokenizer": "t"}}, '{"deep": {"x_token": "***", "tokenizer": "t"}}'),
+        ("environment.options", {"x": {"a_token": "t", "tokenizer": "t"}}, '{"x": {"a_token": "***", "tokenizer": "t"}}'),
         ("megatron.api_key", "abc", "***"),
         ("data.train", "https://me:pw@host/x", "https://***@host/x"),
         ("model.path", "/data/hidden-value/model", "/data/***/model"),
