@@ -97,8 +97,10 @@ class Feed(AbstractContextManager["Feed"]):
         for name in self.problems.keys() ^ before.keys():
             problem = self.problems.get(name)
             self._say(f"warning: sink {name} fails: {problem}" if problem else f"sink {name} works again")
+        # The state of an earlier start does not know which steps were undone.
+        sent = min(s["sent"] if s.get("pid") == self._processes[name].pid else "" for name, s in states.items())
         for file in self._folder.glob("*.json"):
-            file.unlink() if file.name <= min(state.get("sent", "") for state in states.values()) else None
+            file.unlink() if file.name <= sent else None
         lost = self._lost + sum(state.get("lost", 0) for state in states.values())
         return {"sinks/failing": len(self.problems), "sinks/lost": lost}
 
@@ -122,8 +124,9 @@ class Follower:
     def __init__(self, name: str, run: SinkRun, last: str) -> None:
         """last: the newest record of the run when it starts."""
         self._folder, self._name, self._last = run.folder / "sinks", name, last
-        blank = {"id": None, "sent": "", "failures": 0, "lost": 0, "error": None, "since": None}
+        blank = {"id": None, "sent": "", "trying": "", "failures": 0, "lost": 0, "error": None, "since": None}
         self.state: dict[str, Any] = blank | read_record(self._folder / f"{name}.state")
+        self.state["sent"] = self.state["trying"] or self.state["sent"]
         self._run = replace(run, id=self.state["id"])
 
     def run(self) -> None:
@@ -133,7 +136,8 @@ class Follower:
         while (sink := self._try(lambda: load_sink(self._name)(self._run), "")) is None:
             pass
         sent, has_ended = self.state["sent"], False
-        self._update(id=sink.id, sent=min(sent, self._last) if getattr(sink, "rewinds", False) else sent)
+        sent = min(sent, self._last) if getattr(sink, "rewinds", False) else sent
+        self._update(id=sink.id, sent=sent, pid=os.getpid())
         while not has_ended:
             has_ended = self._has_ended()
             for file in sorted(self._folder.glob("*.json")):
@@ -146,19 +150,18 @@ class Follower:
     def _try(self, call: Callable[[], Any], sent: str) -> Any:
         """Return the result of a call that sends the record ``sent``; None after too many failures.
 
-        The record counts as sent during the call: after a kill in the call, nobody knows, and no step goes out twice.
+        A record in whose call the process was killed counts as sent: nobody knows, and no step goes out twice.
         """
-        before = self.state["sent"]
         for number in range(_TRIES):
-            self._update(sent=sent or before, since=time.time())
+            self._update(trying=sent, since=time.time())
             try:
                 result = call()
             except BaseException as error:  # of foreign code: SystemExit too
                 traceback.print_exc()
                 failures = self.state["failures"] + 1
-                self._update(sent=before, since=None, error=describe(error), failures=failures)
+                self._update(trying="", since=None, error=describe(error), failures=failures)
             else:
-                self._update(since=None, error=None)
+                self._update(sent=sent or self.state["sent"], trying="", since=None, error=None)
                 return result
             for _ in range(min(2**number, 60)):
                 if number + 1 >= _LAST_TRIES and self._has_ended():
