@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class Feed(AbstractContextManager["Feed"]):
             follower = Follower(name, run, last)
             if (sent := follower.state["sent"]) > last:
                 self.note(f"sink {name} has steps up to {int(sent[:7])}, and the run goes on after step {done}")
-            self._processes[name] = WorkerContext().Process(target=follower.run)
+            self._processes[name] = WorkerContext().Process(target=follower.run, daemon=True)
             self._processes[name].start()
 
     def note(self, line: str) -> None:
@@ -86,29 +86,29 @@ class Feed(AbstractContextManager["Feed"]):
         """Return metrics; say what has changed since the last call, and remove the records that all sinks have."""
         if not self._processes:
             return {}
-        before, self.problems = self.problems, {}
-        states = {name: read_record(self._folder / f"{name}.state") for name in self._processes}
-        for name, state in states.items():
+        before, self.problems, lost, sent = self.problems, {}, self._lost, list[str]()
+        for name, process in self._processes.items():
+            state = read_record(self._folder / f"{name}.state")
+            state = state if state.get("pid") == process.pid else {}  # of an earlier start
             silent_s = time.time() - (state.get("since") or time.time())
             problem = f"no answer for {silent_s:.0f} s" if silent_s > _HANG_S else state.get("error")
-            if self._processes[name].exitcode is not None:
+            if process.exitcode is not None:
                 problem = f"its process has ended, see {self._folder / name}.log"
             self.problems |= {name: problem} if problem else {}
+            lost += state.get("lost", 0)
+            sent.append(state["sent"] if state.get("is_ready") else "")
         for name in self.problems.keys() ^ before.keys():
             problem = self.problems.get(name)
             self._say(f"warning: sink {name} fails: {problem}" if problem else f"sink {name} works again")
-        # The state of an earlier start does not know which steps were undone.
-        sent = min(s["sent"] if s.get("pid") == self._processes[name].pid else "" for name, s in states.items())
         for file in self._folder.glob("*.json"):
-            file.unlink() if file.name <= sent else None
-        lost = self._lost + sum(state.get("lost", 0) for state in states.values())
+            file.unlink() if file.name <= min(sent) else None
         return {"sinks/failing": len(self.problems), "sinks/lost": lost}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Wait until the sinks have all records, at most _DEADLINE_S."""
         state = "finished" if kind is None else "stopped" if issubclass(kind, StopError) else "failed"
         end = {"state": state, "error": "" if error is None else describe(error)}
-        if self._processes:
+        with suppress(OSError):
             write_atomically(self._folder / "end", json.dumps(end).encode(), durable=False)
         deadline = time.monotonic() + _DEADLINE_S
         for name, process in self._processes.items():
@@ -124,20 +124,22 @@ class Follower:
     def __init__(self, name: str, run: SinkRun, last: str) -> None:
         """last: the newest record of the run when it starts."""
         self._folder, self._name, self._last = run.folder / "sinks", name, last
-        blank = {"id": None, "sent": "", "trying": "", "failures": 0, "lost": 0, "error": None, "since": None}
-        self.state: dict[str, Any] = blank | read_record(self._folder / f"{name}.state")
-        self.state["sent"] = self.state["trying"] or self.state["sent"]
-        self._run = replace(run, id=self.state["id"])
+        blank = {"sent": "", "trying": "", "failures": 0, "lost": 0}
+        before = blank | read_record(self._folder / f"{name}.state")
+        before["sent"] = before["trying"] or before["sent"]
+        self.state: dict[str, Any] = before | {"trying": "", "error": None, "since": None, "is_ready": False}
+        self._run = replace(run, id=before.get("id"))
 
     def run(self) -> None:
         """Follow the run to its end."""
         die_with_trainer()
+        self.state["pid"] = os.getpid()
         sys.stdout = sys.stderr = (self._folder / f"{self._name}.log").open("a", buffering=1)
         while (sink := self._try(lambda: load_sink(self._name)(self._run), "")) is None:
             pass
         sent, has_ended = self.state["sent"], False
         sent = min(sent, self._last) if getattr(sink, "rewinds", False) else sent
-        self._update(id=sink.id, sent=sent, pid=os.getpid())
+        self._update(id=sink.id, sent=sent, is_ready=True)
         while not has_ended:
             has_ended = self._has_ended()
             for file in sorted(self._folder.glob("*.json")):

@@ -80,14 +80,10 @@ def flatten(tables: Mapping[str, Mapping[str, Any]], environment: Mapping[str, s
     for dotted, value in ((f"{table}.{key}", v) for table, inner in tables.items() for key, v in inner.items()):
         if isinstance(value, str | list | dict):
             key = dotted.rpartition(".")[2]
-            text = _SECRET.sub(
-                lambda found: f"{found[found.lastindex or 0]}***",
-                json.dumps({key: value}, ensure_ascii=False, default=str),
-            )
+            text = _SECRET.sub(lambda found: f"{found[found.lastindex or 0]}***", json.dumps({key: value}, default=str))
             for secret in hidden:
                 text = text.replace(json.dumps(secret)[1:-1], "***")
-            shown = json.loads(text)[key]
-            value = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+            value = shown if isinstance(shown := json.loads(text)[key], str) else json.dumps(shown)
         yield dotted, value
 
 
@@ -98,7 +94,6 @@ class TensorBoard:
 
     def __init__(self, run: SinkRun) -> None:
         self._folder, self._step, self._writer = str(run.folder / "tensorboard"), run.done, None
-        self._write(run.done + 1, session_log={"status": 1})  # START hides later steps of earlier files
         self._add({}, config=_to_markdown([{"key": key, "value": value} for key, value in run.config.items()]))
 
     def log(self, step: int, kind: str, metrics: Metrics, samples: Samples, verdicts: Sequence[str]) -> None:
@@ -109,18 +104,15 @@ class TensorBoard:
         self._add({}, state=f"{state} {error}")
 
     def _add(self, metrics: Metrics, **texts: str) -> None:
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
+        summaries: Any = importlib.import_module("tensorboard.plugins.text.summary_v2")
         values: list[Any] = [{"tag": tag, "simple_value": value} for tag, value in metrics.items()]
-        values += [text_pb(tag, text).value[0] for tag, text in texts.items() if text]
-        self._write(self._step, summary={"value": values})
-
-    def _write(self, step: int, **content: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        writer, self._writer = self._writer or EventFileWriter(self._folder), None  # after an error: a new file
-        writer.add_event(Event(wall_time=time.time(), step=step, **content))
+        values += [summaries.text_pb(tag, text).value[0] for tag, text in texts.items() if text]
+        events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        files: Any = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        writer, self._writer = self._writer or files.EventFileWriter(self._folder), None  # after an error: a new file
+        if "config" in texts:  # at the start: hides the later steps of earlier files
+            writer.add_event(events.Event(wall_time=time.time(), step=self._step + 1, session_log={"status": 1}))
+        writer.add_event(events.Event(wall_time=time.time(), step=self._step, summary={"value": values}))
         writer.flush()
         self._writer = writer
 
