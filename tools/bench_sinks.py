@@ -56,10 +56,8 @@ def main() -> None:
     for sink in ("tensorboard", "wandb", "mlflow"):
         idle = measure(options.out / f"{sink}-idle", [sink], 1)[1]
         trainer, total = measure(options.out / sink, [sink], options.steps)
-        own = total - idle / options.steps
-        print(
-            f"{sink}: {trainer:.2f} ms in the trainer, {own:.1f} ms in its process, whose start takes {idle / 1e3:.1f} s"
-        )
+        own = f"{total - idle / options.steps:.1f} ms in its process, whose start takes {idle / 1e3:.1f} s"
+        print(f"{sink}: {trainer:.2f} ms in the trainer, {own}")
 
 
 if __name__ == "__main__":
