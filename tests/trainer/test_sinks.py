@@ -310,6 +310,8 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     return folder, environment
 
 
+@pytest.mark.gate
+@pytest.mark.slow(minutes=1)
 def test_mlflow_has_one_run_with_each_step_once(foreign: tuple[Path, dict[str, str]]) -> None:
     _, environment = foreign
     read = subprocess.run(
@@ -359,6 +361,8 @@ print(json.dumps([rows, config, exits]))
 """
 
 
+@pytest.mark.gate
+@pytest.mark.slow(minutes=1)
 def test_wandb_has_each_step_once_under_one_id(foreign: tuple[Path, dict[str, str]]) -> None:
     folder, environment = foreign
     files = sorted(map(str, folder.glob("run/wandb/offline-run-*/run-run-id.wandb")))
