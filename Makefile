@@ -126,4 +126,4 @@ clean:
 	rm -rf .venv .venv-* build/site .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
 
 clean-cache:
-	$(FIND_PYTHON) && cd "$$("$$python" tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* verl-* docs-* megatron-* transformers-* triton-* clones
+	$(FIND_PYTHON) && cd "$$("$$python" tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* verl-* docs-* sinks-* megatron-* transformers-* triton-* clones

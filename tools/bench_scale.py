@@ -161,7 +161,7 @@ def resuming(number: int, folder: Path) -> Run:
     last = iter(range(number - 2, 0, -1))
 
     def run() -> object:
-        with MetricsLog(path.parent, tensorboard=False) as log:
+        with MetricsLog(path.parent) as log:
             return log.truncate_after(next(last))
 
     return run

@@ -116,7 +116,7 @@ def main() -> None:
         write_tiny_model(untrained)
         path.write_text(config_text("qwen3_moe", config=path, run=folder, model=model, task=folder / "task"))
     common = {"parallel.ep": 1, "launch.ranks_per_node": 1, "rollout.max_response_tokens": 24}
-    common |= {"data.max_prompt_tokens": 24, "run.steps": options.steps, "log.tensorboard": False, "eval.every": 0}
+    common |= {"data.max_prompt_tokens": 24, "run.steps": options.steps, "log.sinks": [], "eval.every": 0}
     if not (model / "config.json").exists():
         in_process(cold_start, path, {**common, "model.path": str(untrained)})
     common |= {"rollout.engine": "sglang", "rollout.fp8_rounding": False, "rollout.dtype": "fp32"}

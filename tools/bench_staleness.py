@@ -133,7 +133,7 @@ def main() -> None:
             write_tiny_model(untrained)
             path.write_text(config_text("qwen3_moe", config=path, run=folder, model=model, task=folder / "task"))
         common = {"parallel.ep": 1, "launch.ranks_per_node": 1, "rollout.max_response_tokens": LONGEST[task]}
-        common |= {"data.max_prompt_tokens": 24, "run.steps": options.steps, "log.tensorboard": False}
+        common |= {"data.max_prompt_tokens": 24, "run.steps": options.steps, "log.sinks": []}
         if not (model / "config.json").exists():
             in_process(cold_start, path, {**common, "model.path": str(untrained)})
         rows = []

@@ -161,7 +161,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
     clock.watch(Trainer, "_sync", "weight update")
     clock.watch(MetricsLog, "write", "log")
     vitals, stop = Vitals(run, 0, 1, steps=steps, hang_s=3600.0), StopRequest()
-    with MetricsLog(run, tensorboard=False, wandb_project=None, enabled=True) as log, vitals:
+    with MetricsLog(run) as log, vitals:
         trainer = Steps(config, log, vitals, stop)
         for name in ("optimizer_step", "zero_grad"):
             clock.watch(trainer.policy, name, "optimizer")

@@ -138,7 +138,7 @@ def configuration(options: argparse.Namespace, folder: Path, overrides: dict[str
             "max_k3": "off",
         },
         "optim": {"lr": 1e-12},
-        "log": {"tensorboard": False},
+        "log": {"sinks": []},
     }
     return parse(table, overrides)
 

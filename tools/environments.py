@@ -337,6 +337,16 @@ def openai_release(version: str) -> Path:
     return cached
 
 
+def sinks_release() -> Path:
+    """A folder with MLflow and Weights & Biases, and what they need beside megarl's packages; 150 MB."""
+    pins = ROOT / "requirements-sinks.txt"
+    cached = cache_folder() / f"sinks-{key(pins.read_text())}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            pip(Path(sys.executable), "--no-deps", "--target", cached, "--requirement", pins)
+    return cached
+
+
 def triton_release() -> Path:
     """A folder with Triton alone, for this Python."""
     cached = cache_folder() / f"triton-{TRITON}-{key()}"

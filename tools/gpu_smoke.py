@@ -201,7 +201,7 @@ def configuration(work: Path, size: str) -> dict[str, Any]:
         "train.micro_batch_tokens": 4 * (16 + longest),
         "optim.lr": 1e-4,
         "checkpoint.at_end": False,
-        "log.tensorboard": False,
+        "log.sinks": [],
     }
 
 

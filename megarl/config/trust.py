@@ -81,7 +81,11 @@ def _describe_power(table: Mapping[str, Any], key: str) -> str | None:
 
 
 def _names_code(value: Any) -> bool:
-    """Whether a value, or a nested value, looks like "package.module:name"."""
+    """Whether a value, or a nested value, looks like "package.module:name", or sends results out."""
     if isinstance(value, Mapping):
         return any(map(_names_code, value.values()))
-    return any(map(_names_code, value)) if isinstance(value, list | tuple) else ":" in str(value)
+    return (
+        any(map(_names_code, value))
+        if isinstance(value, list | tuple)
+        else ":" in str(value) or value in _KEYS["senders"]
+    )

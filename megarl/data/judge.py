@@ -257,11 +257,8 @@ def kill_group(pid: int) -> None:
 
 
 def set_up_worker(function: str) -> None:
-    """Run first in a worker: make a process group that dies with the trainer, and load the reward function."""
-    os.setpgid(0, 0)
-    _die_with_parent()
-    for name in filter(LAUNCHER.fullmatch, tuple(os.environ)):
-        del os.environ[name]
+    """Run first in a worker: die with the trainer, and load the reward function."""
+    die_with_trainer()
     with contextlib.suppress(ConfigError):  # the first call raises the error again, and can report the error
         _load(function)
     if function == "math_strict":  # the import does not count as time of the first response
@@ -317,8 +314,8 @@ def _limit_use(cpu_s: float | None) -> None:
 _load = cache(load_reward)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process group when the trainer ends, for whatever reason.
+def die_with_trainer() -> None:
+    """Make a process group without the variables of the launcher, which the kernel kills when the trainer ends.
 
     The trainer holds the far end of the pipe that multiprocessing calls the parent's sentinel. The kernel signals when
     that end closes. Two alternatives fail:
@@ -326,6 +323,9 @@ def _die_with_parent() -> None:
     - A thread that waits for the pipe does not run while a reward function holds the interpreter's lock.
     - A parent death signal (prctl) follows the starting thread, which may end before the trainer.
     """
+    os.setpgid(0, 0)
+    for name in filter(LAUNCHER.fullmatch, tuple(os.environ)):
+        del os.environ[name]
     parent = multiprocessing.parent_process()
     assert parent is not None, "only in a worker"
     pipe = parent.sentinel

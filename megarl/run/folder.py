@@ -7,7 +7,8 @@ on only with the same inputs:
 - ``model.path``, ``model.reference``: config.json, generation_config.json, the index; of each file of weights the size
   and the SHA-256. Above 64 MiB the SHA-256 covers the header and 64 blocks of 64 KiB at even distances.
 - ``tokenizer``: every file of the model's folder for tokenizer or chat template, code included.
-- ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``: the file of the named module.
+- ``reward.function`` and the other keys of ``megarl.config.trust.PLUGS``, not ``log.sinks``: the file of the
+  named module.
 """
 
 import hashlib
@@ -136,6 +137,8 @@ def fingerprint_inputs(config: Config) -> dict[str, Fingerprint]:
         inputs[name] = fingerprint_data(benchmark.source, benchmark.split)
     for key in PLUGS:
         table, _, name = key.partition(".")
+        if table in _NAMES["free_tables"]:
+            continue
         value = json.dumps(getattr(getattr(config, table), name), default=str)
         files = {module: _module_file(module) for module in _MODULE.findall(value)}
         if digests := {module: _digest_file(file) for module, file in files.items() if file is not None}:

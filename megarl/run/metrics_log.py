@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per record, appended while the run goes; TensorBoard and wandb see the same numbers.
+"""metrics.jsonl: one JSON object per record, appended while the run goes.
 
 A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float, "<metric>":
 float, ...}``, with ``"unjudged": str`` if responses have no reward. JSON knows no NaN and no infinity: the file has the
@@ -12,12 +12,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, get_args
+from typing import Any, Literal, Self, TextIO, get_args
 
-from megarl.errors import ConfigError, DataError, reworded
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from megarl.errors import DataError, reworded
 
 Kind = Literal["step", "minibatch", "eval"]
 Record = dict[str, Any]
@@ -39,20 +36,12 @@ class MetricsLog:
     record.
     """
 
-    def __init__(
-        self, run_dir: str | Path, tensorboard: bool = True, wandb_project: str | None = None, enabled: bool = True
-    ) -> None:
-        """Make the folder. Event files go to run_dir/tensorboard. ConfigError if wandb is asked for, not installed."""
-        self.run_dir = Path(run_dir)
-        self.path = self.run_dir / "metrics.jsonl"
+    def __init__(self, run_dir: str | Path, enabled: bool = True) -> None:
+        """Make the folder."""
+        self.path, self._enabled = Path(run_dir) / "metrics.jsonl", enabled
         self._file: TextIO | None = None
-        self._tensorboard: SummaryWriter | None = None
-        self._use_tensorboard, self._enabled = tensorboard, enabled
-        self._purge_from: int | None = None
-        self._wandb: Any = None
         if enabled:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._wandb = _start_wandb(wandb_project, self.run_dir) if wandb_project is not None else None
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._cut((math.inf, True))
 
     def write(
@@ -78,8 +67,6 @@ class MetricsLog:
         self._file.write(_to_json(record | values | ({UNJUDGED: unjudged} if unjudged else {})) + "\n")
         if kind != "minibatch":
             self.sync()
-        # A curve for each index of a mini-batch: staleness grows with the index.
-        self._mirror(kind, step, "" if minibatch is None else f"minibatch_{minibatch}/", values)
 
     def sync(self) -> None:
         """Force all records onto the disk."""
@@ -92,13 +79,11 @@ class MetricsLog:
 
         evaluated: False drops the evaluation after the step too, because the run repeats it. A broken line before the
         records that stay is no error here. The cut is a single step: a kill leaves the old or
-        the new file. TensorBoard hides the dropped steps; wandb cannot take points back: a resumed run is a new run of
-        the group.
+        the new file.
         """
         if not self._enabled:
             return 0
-        self._close_files()
-        self._purge_from = step + 1
+        self.close()
         return self._cut((step, evaluated))
 
     def __enter__(self) -> Self:
@@ -108,9 +93,10 @@ class MetricsLog:
         self.close()
 
     def close(self) -> None:
-        self._close_files()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self.sync()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def _cut(self, last: tuple[float, bool]) -> int:
         """Keep the records up to last, (step, whether its evaluation), and no torn line; return how many lines went."""
@@ -142,30 +128,6 @@ class MetricsLog:
                 os.fsync(file.fileno())
         self._started_s = time.monotonic() - wall_s
         return len(dropped)
-
-    def _close_files(self) -> None:
-        self.sync()
-        for stream in (self._file, self._tensorboard):
-            if stream is not None:
-                stream.close()
-        self._file = self._tensorboard = None
-
-    def _mirror(self, kind: Kind, step: int, prefix: str, values: dict[str, float]) -> None:
-        if self._use_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            if self._tensorboard is None:
-                self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_from)
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            scalars = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in values.items()]
-            events = self._tensorboard.file_writer
-            assert events is not None, "it is open from the start"
-            events.add_summary(Summary(value=scalars), step)  # add_scalar would take 6 ms for 150 metrics, this 0.3 ms
-            if kind != "minibatch":
-                self._tensorboard.flush()
-        if self._wandb is not None:
-            self._wandb.log({prefix + name: value for name, value in values.items()} | {"global_step": step})
 
 
 def read_metrics(path: str | Path) -> list[Record]:
@@ -228,12 +190,3 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (type(value) is int and abs(value) > _LARGEST):
         raise ValueError(f"{name} is {value!r:.80}, expected a number")
     return value
-
-
-def _start_wandb(project: str, run_dir: Path) -> Any:
-    problem = f"log.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or leave it out; "
-    with reworded(ImportError, ConfigError, problem):
-        import wandb
-    run = wandb.init(project=project, dir=str(run_dir), group=run_dir.resolve().name)
-    run.define_metric("*", step_metric="global_step")
-    return run

@@ -101,6 +101,7 @@ def _lines(status: dict[str, Any]) -> list[str]:
         "to go": is_running and status["eta_s"] is not None and format_duration(status["eta_s"]),
         "engines": ", ".join(engines),
         "responses": isinstance(status.get("unjudged"), str) and status["unjudged"],
+        "sinks": isinstance(status.get("sinks"), str) and status["sinks"],
         "health": ("\n" + " " * 12).join(line for verdict in verdicts or () for line in verdict.lines())
         or (verdicts is not None and "no warnings"),
         "checkpoint": status["checkpoint"] or "none",

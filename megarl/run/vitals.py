@@ -56,6 +56,8 @@ class RunStatus:
     """Dropped responses of the latest step; None if the tripwires are off."""
     unjudged: str | None = None
     """How many responses of the latest step have a reward, and the first failure; None if all rewards succeeded."""
+    sinks: str | None = None
+    """What fails now of log.sinks."""
     health: list[HealthVerdict] | None = None
     """The verdicts after the latest step, worst first; None before the first step."""
     ranks: int = 1

@@ -28,7 +28,7 @@ from megarl.megatron.versions import as_config_error
 from megarl.models.fit import check_fit
 from megarl.models.shapes import read_shape
 from megarl.run import progress as shown
-from megarl.run.folder import claim
+from megarl.run.folder import claim, read_run_id
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.stop_request import StopRequest
@@ -67,7 +67,7 @@ def train(config: Config) -> None:
         with (
             vitals,
             record_ending(vitals, folder, rank, ranks),
-            MetricsLog(folder, config.log.tensorboard, config.log.wandb_project, enabled=rank == 0) as log,
+            MetricsLog(folder, enabled=rank == 0) as log,
         ):
             Trainer(config, log, vitals, stop).run()
     distributed.shutdown()
@@ -93,38 +93,39 @@ class Trainer:
         self.engine = make_engine(config, self.monitor.say)
         self.train_step = TrainStep(config, self.policy, objective)
         self.tripwires = self.train_step.tripwires
-        self.tripwires.say = self.monitor.say
+        self.tripwires.say = self.monitor.feed.note
         self.sampler = Sampler(config, self.engine, objective, self.train_step, self.monitor.watch(stop.check))
         for warning in self.sampler.warnings:
             self.monitor.say(f"warning: {warning}")
-        self.records = SampleRecords(config, self.policy)
+        self.records = SampleRecords(config, self.policy, self.monitor.feed)
         self.checkpoints = RunCheckpoints(config, self.policy, self.sampler, self.tripwires, self.monitor, stop)
 
     def run(self) -> None:
         """Run all remaining steps. The engine is closed however they end."""
-        try:
-            first = self._resume()
-            self.vitals.begin(first)
-            with self.checkpoints.save_on_failure(first):
-                self._sync(first)
-            if self.checkpoints.eval_is_due:
-                self._evaluate(first)
-            settings = self.config.megatron
-            for step in range(first, self.config.run.steps):
-                # Megatron rejects a few settings on first use: in the first step.
-                is_first = settings and step == first
-                with as_config_error("train", settings) if is_first else nullcontext():
-                    self._step(step)
-                self.checkpoints.poll()
-                self.checkpoints.end_if_asked(step + 1)
-            self.checkpoints.poll(wait=True)
-            latest = self.checkpoints.newest()
-            for line in shown.ending(self.config, latest[1] if latest else None, first):
-                self.monitor.say(line)
-        finally:
-            self.checkpoints.saver.abandon()
-            self.engine.close()
-            self.sampler.close()
+        with self.monitor.feed:
+            try:
+                first = self._resume()
+                self.vitals.begin(first)
+                with self.checkpoints.save_on_failure(first):
+                    self._sync(first)
+                if self.checkpoints.eval_is_due:
+                    self._evaluate(first)
+                settings = self.config.megatron
+                for step in range(first, self.config.run.steps):
+                    # Megatron rejects a few settings on first use: in the first step.
+                    is_first = settings and step == first
+                    with as_config_error("train", settings) if is_first else nullcontext():
+                        self._step(step)
+                    self.checkpoints.poll()
+                    self.checkpoints.end_if_asked(step + 1)
+                self.checkpoints.poll(wait=True)
+                latest = self.checkpoints.newest()
+                for line in shown.ending(self.config, latest[1] if latest else None, first):
+                    self.monitor.say(line)
+            finally:
+                self.checkpoints.saver.abandon()
+                self.engine.close()
+                self.sampler.close()
 
     def _step(self, step: int) -> None:
         """Run one global step. ``step`` counts from 0; records and checkpoints count finished steps, from 1.
@@ -173,7 +174,7 @@ class Trainer:
             if config.rollout.max_staleness and config.rollout.engine_kind.server and step + 1 < config.run.steps:
                 self.sampler.go_on(step)
         if rollouts.unjudged:
-            monitor.say(f"step {step + 1}: {rollouts.unjudged}")
+            monitor.feed.note(f"step {step + 1}: {rollouts.unjudged}")
         monitor.unjudged = rollouts.unjudged
         if config.sglang.release_memory:
             with monitor.phase("hand_over"):
@@ -215,7 +216,7 @@ class Trainer:
             self.checkpoints.raise_if_asked()
         self.checkpoints.eval_is_due = False
         seconds = time.perf_counter() - started
-        self.log.write("eval", done, metrics | {"time/eval_s": seconds}, unjudged=unjudged)
+        self.monitor.log_evaluation(done, metrics | {"time/eval_s": seconds}, unjudged)
         self.monitor.say(
             f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
             f"{seconds:.1f} s" + (f"; {unjudged}" if unjudged else "")
@@ -230,4 +231,5 @@ class Trainer:
         else:
             self.monitor.recall()
         self.records.resume(done or 0)
+        self.monitor.feed.begin(read_run_id(self.config.run_dir), done or 0, evaluated=not self.checkpoints.eval_is_due)
         return done or 0

@@ -20,8 +20,10 @@ from megarl.megatron.rollout_routes import Placement, exchange
 from megarl.routes import RoutingTrace
 from megarl.routes.trace_file import TracedSequence, TraceInfo, from_rollout, write_traces
 from megarl.run import samples
+from megarl.run.feed import Feed
 from megarl.run.metrics_log import UNJUDGED, MetricsLog, describe_judged, iterate_metrics
 from megarl.run.progress import Advance, StepProgress
+from megarl.run.status import LEVELS
 from megarl.run.vitals import Vitals
 from megarl.trainer.mini_batch import MiniBatch, StepPlan
 from megarl.trainer.sampling.excerpts import complete
@@ -33,8 +35,8 @@ from megarl.watch.tripwires import Drops
 class SampleRecords:
     """Writes the records of a run. The main rank writes samples.jsonl and texts, every rank the traces it sampled."""
 
-    def __init__(self, config: Config, policy: Policy) -> None:
-        self._is_main, self._count = distributed.is_main_rank(), config.log.samples_per_step
+    def __init__(self, config: Config, policy: Policy, feed: Feed) -> None:
+        self._feed, self._is_main, self._count = feed, distributed.is_main_rank(), config.log.samples_per_step
         self._folder = config.run_dir
         self._traces = TraceDump(config.run_dir / "traces", policy) if config.log.traces_every else None
 
@@ -56,7 +58,8 @@ class SampleRecords:
             gaps = gaps if drops is None else [drops.gaps]  # of all ranks
             # Besides the main rank, ranks have texts only if all are stored, or after a failed reward.
             place = dist.get_rank(), rollouts.places
-            packed = samples.pack(complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons))
+            self._feed.samples = complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons)
+            packed = samples.pack(self._feed.samples)
             is_on_all_ranks = self._count == "all" or rollouts.unjudged
             members = distributed.gather_on_main_rank(packed) if is_on_all_ranks else [packed]
             if self._is_main and members:
@@ -136,6 +139,7 @@ class Monitor:
         self.log, self.vitals = log, vitals
         self.progress = StepProgress(enabled=distributed.is_main_rank())
         self.say: Callable[[str], None] = self.progress.line
+        self.feed = Feed(config, self.say, enabled=distributed.is_main_rank())
         self._num_steps = config.run.steps
         self._health = Health(config.health)
         self.unjudged: str | None = None
@@ -174,14 +178,24 @@ class Monitor:
     def log_update(self, done: int, index: int, metrics: Mapping[str, float]) -> None:
         """Write the record of a mini-batch; on the main rank."""
         self.log.write("minibatch", done, metrics, minibatch=index)
+        self.feed.add(metrics, f"minibatch_{index}/")
         self._health.add({"kind": "minibatch", "step": done, **metrics})
+
+    def log_evaluation(self, done: int, metrics: Mapping[str, float], unjudged: str | None) -> None:
+        """Write the record of an evaluation."""
+        self.log.write("eval", done, metrics, unjudged=unjudged)
+        self.feed.add(metrics)
+        self.feed.publish(done, "eval")
 
     def _judge(self, done: int, metrics: Mapping[str, float]) -> None:
         """Say which verdicts on the run's health are new, worse, or have ended; show all in ``megarl status``."""
         self._health.add({"kind": "step", "step": done, UNJUDGED: self.unjudged, **metrics})
         for line in self._health.news():
-            self.say(f"health: {line}")
-        self.vitals.status.health = self._health.verdicts()
+            self.feed.note(f"health: {line}")
+        before, verdicts = self.vitals.status.health or [], self._health.verdicts()
+        self.feed.add({verdict.check: 0 for verdict in before}, "health/")
+        self.feed.add({verdict.check: LEVELS.index(verdict.level) for verdict in verdicts}, "health/")
+        self.vitals.status.health = verdicts
 
     def log_step(
         self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_update: Mapping[str, float]
@@ -191,13 +205,17 @@ class Monitor:
             metrics = finalize(statistics)
             metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
             metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
+            metrics |= self.feed.look()
             self.seconds = {}  # checkpoint time, which comes later, is logged with the next step
             self.log.write("step", done, metrics, unjudged=self.unjudged)
             status = self.vitals.status
             status.tokens_per_s = metrics["speed/tokens_per_s"]
             status.k3, status.native_flip = metrics.get("rollout/k3"), metrics.get("router/native/flip")
+            status.sinks = "; ".join(f"{name}: {problem}" for name, problem in self.feed.problems.items()) or None
             status.unjudged, status.dropped = self.unjudged, metrics.get("tripwires/dropped")
             shown = {name: last_update[name] for name in ("loss", "grad_norm") if name in last_update}
             self.say(format_step(done, self._num_steps, metrics | shown))
             self._judge(done, metrics)
+            self.feed.add(metrics)
+            self.feed.publish(done)
         self.vitals.finish_step(done)

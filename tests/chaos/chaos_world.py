@@ -73,7 +73,7 @@ class World:
             "train": {"mini_batches": 2, "micro_batch_tokens": 256},
             "optim": {"lr": 1e-3},
             "checkpoint": {"every": 1},
-            "log": {"tensorboard": False, "hang_s": 60.0},
+            "log": {"sinks": [], "hang_s": 60.0},
         }
         for name, table in tables.items():
             settings.setdefault(name, {}).update(table)

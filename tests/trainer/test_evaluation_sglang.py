@@ -41,7 +41,7 @@ def test_both_engines_and_both_kinds_of_weights_answer_alike(
         "train": {"micro_batch_tokens": 256},
         "optim": {"lr": 3e-2},
         "checkpoint": {"every": 1},
-        "log": {"tensorboard": False},
+        "log": {"sinks": []},
     }
     path = tmp_path / "run.toml"
     path.write_text(tomli_w.dumps(table))

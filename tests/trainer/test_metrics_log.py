@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.errors import ConfigError, DataError
+from megarl.errors import DataError
 from megarl.run.metrics_log import MetricsLog, read_metrics
 
 
-def write_steps(run_dir: Path, steps: range, **options: bool) -> None:
-    with MetricsLog(run_dir, **({"tensorboard": False} | options)) as log:
+def write_steps(run_dir: Path, steps: range) -> None:
+    with MetricsLog(run_dir) as log:
         for step in steps:
             log.write("minibatch", step, {"loss": step + 0.25}, minibatch=0)
             log.write("minibatch", step, {"loss": step + 0.5}, minibatch=1)
@@ -27,7 +25,7 @@ def write_steps(run_dir: Path, steps: range, **options: bool) -> None:
 
 def test_a_record_comes_back_as_it_went_in(tmp_path: Path) -> None:
     metrics = {"a": np.float32(0.1), "b": torch.tensor(3), "c": 1e-300, "x": math.nan, "y": math.inf, "z": -math.inf}
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write("step", 4, metrics)
         log.write("minibatch", 5, {"loss": 0.1}, minibatch=2)
         log.write("eval", 5, {"eval/pass_rate": 1.0})
@@ -63,7 +61,7 @@ def test_what_is_cut_is_what_came_later(
     path.write_bytes(data[: len(data) - torn])
     whole = [line for line in lines if f"{line}\n".encode() in path.read_bytes() + b"\n"]
     kept = [line for line in whole if json.loads(line)["step"] <= last_step]
-    with MetricsLog(path.parent, tensorboard=False) as log:
+    with MetricsLog(path.parent) as log:
         assert path.read_text() == "".join(f"{line}\n" for line in whole)
         assert log.truncate_after(last_step) == len(whole) - len(kept)
         log.write("step", 99, {})
@@ -76,7 +74,7 @@ def test_a_failed_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     write_steps(tmp_path, range(3))
     path = tmp_path / "metrics.jsonl"
     before = path.read_bytes()
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         monkeypatch.setattr(Path, "open", lambda self, mode="r", **_: io.FileIO(self, "r"))  # a file system went away
         with pytest.raises(OSError, match="not open for writing"):
             log.truncate_after(0)
@@ -95,21 +93,3 @@ def test_only_the_last_line_may_be_broken(tmp_path: Path) -> None:
         read_metrics(path)
     with pytest.raises(DataError, match="no such file"):
         read_metrics(tmp_path / "absent.jsonl")
-
-
-def test_tensorboard_holds_the_same_numbers_and_forgets_dropped_steps(tmp_path: Path) -> None:
-    write_steps(tmp_path, range(4), tensorboard=True)
-    with MetricsLog(tmp_path) as log:
-        log.truncate_after(1)
-        log.write("step", 2, {"reward/mean": 7.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    points = {point.step: point.value for point in events.Scalars("reward/mean")}
-    assert points == {0: 1.0, 1: 0.5, 2: 7.0}
-    assert [point.value for point in events.Scalars("minibatch_1/loss")] == [0.5, 1.5]
-
-
-def test_wandb_is_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python itself puts there for "do not import"
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        MetricsLog(tmp_path, tensorboard=False, wandb_project="megarl")

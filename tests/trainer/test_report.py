@@ -45,7 +45,7 @@ sequence_parallel = true
 def write_run(run_dir: Path, steps: int = 12) -> None:
     """A short run in which every metric of the report is recorded."""
     step_names = [name for panel in PANELS.values() for name in panel.needs if "XX" not in name]
-    with MetricsLog(run_dir, tensorboard=False) as log:
+    with MetricsLog(run_dir) as log:
         for step in range(1, steps + 1):
             for minibatch in range(2):
                 log.write("minibatch", step, {"grad_norm": 0.5 + minibatch, "ratio/std": 0.1}, minibatch=minibatch)
@@ -157,7 +157,7 @@ def test_every_panel_has_a_figure_and_links_into_the_glossary(whole_run: Path) -
 
 
 def test_absent_panels_are_left_out(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write("step", 0, {"reward/mean": 0.5, "rollout/k3": float("nan")})
     page = write_report(tmp_path).read_text()
     assert re.findall(r'<figure class="card[^"]*" id="(\w+)"', page) == ["reward"]
@@ -173,7 +173,7 @@ def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(
     folders = [Path(name) for name in ("r3", "none", "o<i>ther")]
     for folder, steps in zip(folders[:2], (12, 5), strict=True):
         write_run(folder, steps)
-    with MetricsLog(folders[2], tensorboard=False) as log:
+    with MetricsLog(folders[2]) as log:
         log.write("step", 3, {"entropy": 0.5, "reward/mean": 1.0})
     page = write_report(*folders, out=tmp_path / "page.html").read_text()
     figures = embedded(page, "figures")

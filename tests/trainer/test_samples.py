@@ -185,7 +185,7 @@ def stored(tmp_path: Path) -> Path:
         for i, (text, gap) in enumerate(zip(texts, gaps, strict=True))
     ]
     append(tmp_path, b"".join(pack([row]) for row in rows))
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write("step", 1, {"reward/mean": 0.5})
     return tmp_path
 

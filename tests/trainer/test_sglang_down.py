@@ -40,7 +40,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory, sglang_python: Path) -> P
         "train": {"mini_batches": 2, "micro_batch_tokens": 256},
         "optim": {"lr": 1e-3},
         "checkpoint": {"every": 100},
-        "log": {"tensorboard": False},
+        "log": {"sinks": []},
     }
     path = folder / "run.toml"
     path.write_text(tomli_w.dumps(settings))

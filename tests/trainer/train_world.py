@@ -134,7 +134,7 @@ class World:
             },
             "train": {"mini_batches": 2, "micro_batch_tokens": 64},
             "optim": {"lr": 1e-3},
-            "log": {"tensorboard": False},
+            "log": {"sinks": []},
         }
 
     def rollouts(self, engine: str = "fp8") -> list[Rollout]:
@@ -394,4 +394,4 @@ def trainer_of(settings: Config) -> Trainer:
     folder = settings.run_dir
     claim(settings)
     vitals = Vitals(folder, 0, 1, steps=settings.run.steps, hang_s=settings.log.hang_s)
-    return Trainer(settings, MetricsLog(folder, tensorboard=False), vitals, StopRequest())
+    return Trainer(settings, MetricsLog(folder), vitals, StopRequest())

@@ -7,6 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.tables.base import Count, NonNegative, Row, Table
 
+SINKS = ("tensorboard", "wandb", "mlflow")
+
 
 class RunConfig(Table):
     """[run]: the run as a whole."""
@@ -102,10 +104,11 @@ class LaunchConfig(Table):
 class LogConfig(Table):
     """[log]: where metrics go besides metrics.jsonl."""
 
-    tensorboard: bool = True
-    """Write TensorBoard event files below run.dir."""
-    wandb_project: str | None = None
-    """Also log to this Weights & Biases project; default: no Weights & Biases."""
+    sinks: list[str] = ["tensorboard"]
+    """Where records go besides metrics.jsonl: "tensorboard", "wandb", "mlflow", or your own as "package.module:sink";
+    see docs/sinks.md."""
+    project: str | None = None
+    """Project of Weights & Biases, experiment of MLflow; default: as the packages' environment variables say."""
     hang_s: PositiveFloat = 900.0
     """A rank without progress for this long writes the stacks of its threads below run.dir/ranks; seconds."""
     traces_every: Count = 0
@@ -114,6 +117,11 @@ class LogConfig(Table):
     """Responses of each step to store with their texts in run.dir/responses.jsonl.gz, for `megarl samples` and the
     report: a number of responses of the first rank, plus the first failed response of any rank; "all": all responses of
     all ranks; 0: no responses."""
+
+    def rows(self) -> Iterable[Row]:
+        for name in self.sinks:
+            is_wrong = (":" not in name and name not in SINKS) or self.sinks.count(name) > 1
+            yield self.row("sink", is_wrong, name=name)
 
     def writes_traces(self, done: int) -> bool:
         """Whether step ``done``, from 1, dumps its routes."""

@@ -21,6 +21,7 @@ from megarl.models.hf_folder import weight_files
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.ops.doctor.report import Finding, find
 from megarl.ops.launch import steps
+from megarl.run.sinks import load_sink
 
 _WAIT_S = 5.0
 _SIGNAL_S = 300
@@ -126,8 +127,13 @@ def _check_keys(config: Config) -> Iterator[Finding]:
         variable = getattr(config, table).api_key_env
         if variable is not None and not os.environ.get(variable):
             yield find("no_key", table=table, variable=variable)
-    signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
-    if config.log.wandb_project and not signed_in and not Path("~/.netrc").expanduser().is_file():
+    for name in config.log.sinks:
+        try:
+            load_sink(name)
+        except ConfigError as error:
+            yield Finding("log.sinks", "failed", str(error))
+    signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") not in ("online", "run")
+    if "wandb" in config.log.sinks and not signed_in and not Path("~/.netrc").expanduser().is_file():
         yield find("wandb")
 
 

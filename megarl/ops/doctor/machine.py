@@ -47,10 +47,8 @@ def check_machine(
 ) -> list[Finding]:
     """Check the machine. ``failed``: inputs that need not be tried."""
     missing = {name for name in _TRAIN if releases[name] is None}
-    if config is not None and config.log.wandb_project and releases["wandb"] is None:
-        missing.add("wandb")
     checks = [Finding("Python", "ok", platform.python_version())]
-    checks += [find("no_wandb" if name == "wandb" else "no_package", package=name) for name in sorted(missing)]
+    checks += [find("no_package", package=name) for name in sorted(missing)]
     checks += _check_megatron(releases["megatron-core"], config is None or config.train.replay != "none")
     facts: dict[str, Any] = {}
     if "torch" not in missing:

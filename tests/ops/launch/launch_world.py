@@ -53,7 +53,7 @@ max_prompts = 32
 [checkpoint]
 every = 2
 [log]
-tensorboard = false
+sinks = []
 [launch]
 ranks_per_node = 2
 """
