@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 
+_MOST_NAMES = 8
+"""Names that are listed although one of them is close."""
+
+
 class MegarlError(Exception):
     """Base of all errors below; the command line turns it into one line and exit code 2."""
 
@@ -159,8 +163,16 @@ def reworded(
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1) -> str:
     """Return "did you mean NAME?" with the known names that are closest; ``otherwise`` where none is close."""
-    close = difflib.get_close_matches(name, known, n=most)
+    close = difflib.get_close_matches(name.lower(), known, n=most)
     return f"did you mean {' or '.join(close)}?" if close else otherwise
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """Return what was expected in the place of ``name``: the known names, and the closest; of many, that one alone."""
+    names = [*known]
+    expected = f"expected {', '.join(names[:-1])} or {names[-1]}"
+    hint = did_you_mean(name, names, expected)
+    return hint if hint == expected or len(names) > _MOST_NAMES else f"{expected}; {hint}"
 
 
 def some(names: Iterable[str]) -> str:

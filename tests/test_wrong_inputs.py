@@ -40,12 +40,12 @@ def whole(name: str, content: bytes) -> Callable[[], None]:
 
 
 COMMANDS = """
- | expected one of train, launch
+ | expected train, launch
 trian run.toml | did you mean train?
 train | required: CONFIG
 report run --run.steps 3 | remove --run.steps
 train run.toml --rollout.group_size 1e23 | --rollout.group_size: found '1e23'
-quickstart --family gpt | invalid choice: 'gpt'
+quickstart --family gpt | --family: found 'gpt', expected qwen3_moe, qwen3, qwen2 or llama
 quickstart --out run.toml | cannot be made a folder
 eval run.toml --data task/heldout.jsonl --k 0 | --k: found 0
 eval run.toml --data aime99 | expected aime24, aime25, hmmt25
@@ -57,7 +57,7 @@ sft run.toml --model.path nowhere | model.path: there is no folder nowhere
 train run.toml --data.train run.toml | run.toml: cannot tell a format
 --foo | megarl: unrecognized arguments: --foo; see megarl --help
 train c.toml --lr=1 | unrecognized arguments: --lr=1; did you mean --optim.lr or --sft.lr?
-gap x --tokens many | --tokens: found 'many': Input should be a valid integer
+gap x --tokens many | --tokens: found 'many', expected a whole number
 gap nowhere --rollout.dtype fp32 | nowhere is not a folder; expected a Hugging Face folder
 recipes copy qwen3-30b-a3b-8gp | did you mean qwen3-30b-a3b-8gpu?
 recipes path ../shipped | found no recipe or script '../shipped'
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     "empty": (TRAIN, whole("run.toml", b""), "run, model, data, rollout, optim: missing"),
     "a table misspelt": (TRAIN, text("run.toml", "[sft]", "[sfy]"), "sfy: unknown key; did you mean sft"),
     "a NUL": (TRAIN, text("run.toml", '"model"', '"mo\\u0000del"'), "without NUL characters"),
-    "one of two types": (TRAIN, text("run.toml", "[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "'learn' or 'off'"),
+    "one of two types": (TRAIN, text("run.toml", "[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "expected learn or off, or a number"),
     "another architecture": (TRAIN, text("model/config.json", "qwen3_moe", "mamba"), "'mamba'"),
     "no tokenizer": (
         "sft run.toml",

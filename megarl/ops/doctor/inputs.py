@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.data.records import get_field, read_records
-from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError
+from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError, reason_of
 from megarl.files.foreign_json import read_object
 from megarl.files.hf_config import MoeShape
 from megarl.files.writing import model_files
@@ -167,7 +167,7 @@ def _check_urls(config: Config) -> Iterator[Finding]:
             socket.create_connection((address.hostname or "", port), _WAIT_S).close()
             yield find("reward_server", url=url)
         except (OSError, ValueError) as error:
-            yield find("no_reward_server", url=url, error=error)
+            yield find("no_reward_server", url=url, error=reason_of(error))
 
 
 def _check_launch(config: Config) -> Iterator[Finding]:
