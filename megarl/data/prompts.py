@@ -7,9 +7,10 @@ pass through the tokenizer's chat template, which adds the special tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,12 +48,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt, the response to imitate, and the end token, as a sequence."""
+    """A prompt, the response to imitate, and the end token, as a sequence; of a chat, several turns."""
 
     tokens: np.ndarray
     """int32 [T]."""
     loss_mask: np.ndarray
-    """bool [T], True on the response and the end token."""
+    """bool [T], True on responses and their end tokens."""
     source: str
 
 
@@ -86,6 +87,9 @@ def load_prompts(
 def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> list[Demonstration]:
     """Read demonstrations for supervised training: prompt, response, end token; loss on response and end token.
 
+    A record with ``sft.messages_field`` in the place of the prompt is a chat. All its turns are one sequence, unless the
+    chat template writes earlier turns differently later (Qwen3 removes thoughts): then several, as in sampling.
+
     Prompt and response are tokenized apart, so that the response begins as in sampling. A response that ends with the
     end token gets no second end token. Limits are ``data.max_prompt_tokens``, ``rollout.
     max_response_tokens`` with the end token, and ``max_positions`` of both together.
@@ -102,27 +106,34 @@ def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_
     if reader.num_rows is not None and end_token >= reader.num_rows:
         raise ConfigError(refusal("end_token_without_row", token=end_token, rows=reader.num_rows))
 
-    def read(place: str, record: Record) -> tuple[Text, Text]:
+    def read(place: str, record: Record) -> Iterator[list[tuple[Text, Text]]]:
+        if sft.prompt_field not in record and sft.messages_field in record:
+            yield from reader.turns(record, sft.messages_field, place)
+            return
         text = reader.text(record, place)
         response = get_field(record, sft.response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {sft.response_field!r} is {type_name(response)}, expected text")
         if not response:
             raise DataError(f"{place}: {sft.response_field!r} is empty: there is nothing to imitate")
-        return text, Text(place, response, plain=False)
+        yield [(text, Text(place, response, plain=False))]
 
     demonstrations: list[Demonstration] = []
-    rows = [read(place, record) for place, record in read_records(sft.data)]
-    prompts = reader.encode([text for text, _ in rows], data.max_prompt_tokens)
-    responses = reader.encode_responses([response for _, response in rows], prompts, sft.response_field)
-    for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
-        if ids[-1] != end_token:
-            ids.append(end_token)
-        tokens = np.array([*prompt, *ids], dtype=np.int32)
-        limit = ("the response with its end", "rollout.max_response_tokens")
-        _check_length(len(ids), config.rollout.max_response_tokens, *limit, text.place)
-        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
-        demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
+    rows = [turns for place, record in read_records(sft.data) for turns in read(place, record)]
+    prompts = reader.encode([text for turns in rows for text, _ in turns], data.max_prompt_tokens)
+    texts = [response for turns in rows for _, response in turns]
+    parts = zip(prompts, reader.encode_responses(texts, prompts, sft.response_field), strict=True)
+    for turns in rows:
+        place, tokens, loss_mask = turns[0][0].place, list[int](), list[bool]()
+        for number, (prompt, ids) in enumerate(islice(parts, len(turns)), start=1):
+            if number == len(turns) and ids[-1] != end_token:
+                ids.append(end_token)
+            limit = ("the response with its end", "rollout.max_response_tokens")
+            _check_length(len(ids), config.rollout.max_response_tokens, *limit, place)
+            tokens += [*prompt, *ids]
+            loss_mask += [False] * len(prompt) + [True] * len(ids)
+        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", place)
+        demonstrations.append(Demonstration(np.array(tokens, np.int32), np.array(loss_mask), place))
     return demonstrations
 
 
@@ -219,6 +230,38 @@ class PromptReader:
             raise DataError(f"{place}: {name} is plain text, which data.chat_template_args need data.chat_template for")
         return Text(place, text, plain=True)
 
+    def turns(self, record: Record, field: str, place: str) -> Iterator[list[tuple[Text, Text]]]:
+        """Yield the (prompt, response) pairs of each sequence of a chat; DataError for an unusable one.
+
+        Each prompt goes on behind the response before it. A response ends with the end token, if the template writes it.
+        """
+        chat = get_field(record, field, place)
+        if self._chat is None or not isinstance(chat, list):
+            problem = "the tokenizer has no chat template" if self._chat is None else f"{field!r} is {type_name(chat)}"
+            raise DataError(f"{place}: {problem}, expected one, and a list of chat messages in {field!r}")
+        chat = [_without_nulls(message) for message in chat]
+        check_messages(chat, field, place)
+        pairs, done, tools = list[tuple[Text, Text]](), "", record.get("tools")
+        for number in (number for number, message in enumerate(chat) if message["role"] == "assistant"):
+            before = self._chat.render_chat(chat[:number], tools, place)
+            after = self._chat.render_chat(chat[: number + 1], tools, place, is_open=False)
+            bare = [*chat[:number], {**chat[number], "tool_calls": []}]
+            if chat[number].get("tool_calls") and after == self._chat.render_chat(bare, tools, place, is_open=False):
+                raise DataError(refusal("calls_left_out", place=place, number=number, field=field))
+            if not after.startswith(before):
+                raise DataError(refusal("template_of_turn", place=place, number=number, field=field, end=before[-40:]))
+            if not before.startswith(done):
+                yield pairs
+                pairs, done = [], ""
+            answer = after[len(before) :]
+            if answer.rstrip().endswith(self._chat.special):  # what follows is no part of the model's turn
+                answer = answer.rstrip()
+            pairs.append((Text(place, before[len(done) :], plain=False), Text(place, answer, plain=False)))
+            done = before + answer
+        if not pairs:
+            raise DataError(f"{place}: {field!r} has no message of the assistant: there is nothing to imitate")
+        yield pairs
+
     def encode(self, texts: Sequence[Text], limit: int | None) -> list[list[int]]:
         """Tokenize a batch. DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
         name, end, bos = f"the prompt ({self._field!r})", self._tokenizer.eos_token, self._tokenizer.bos_token_id
@@ -311,6 +354,8 @@ class ChatTemplate:
         """arguments: variables of the template, as ``enable_thinking``; ConfigError for a variable without a use."""
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
         self._tokens = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+        self.special = tuple(token for token, is_special in self._tokens.items() if is_special)
+        """Special tokens, as text."""
         self._marks: dict[tuple[str, ...], re.Pattern[str]] = {}
         self._process = BoundedProcess(render=self._render, find_variables=self._find_variables)
         if arguments:
@@ -336,9 +381,19 @@ class ChatTemplate:
         """
         return self._process.call("render", messages, {"tools": tools} if tools else {})
 
-    def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: str, is_open: bool = True) -> str:
+        """Return a chat with any roles as text; ``is_open``: with the mark that opens the model's next answer.
+
+        DataError at ``place`` if the template fails, or for a message with a special token in its text.
+        """
+        for number, message in enumerate(messages):
+            if marks := [token for token in self.special if token in message["content"]]:
+                raise DataError(refusal("rendered_before", place=place, name=f"message {number}", mark=marks[0]))
+        return self._apply(messages, place, {"tools": tools, "add_generation_prompt": is_open})
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], place: str, more: Mapping[str, Any] = {}) -> str:
         with reworded(DataError, DataError, f"{place}: the chat template refuses these messages (", ")"):
-            return self._process.call("render", [dict(message) for message in messages])
+            return self._process.call("render", [dict(message) for message in messages], more)
 
     def _render(self, chat: list[dict[str, Any]], more: Mapping[str, Any] = {}) -> str:
         """Return the template's text; runs in the bounded process. ValueError for a text that is too long."""
@@ -378,6 +433,13 @@ class ChatTemplate:
         source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         environment = chat_template_utils._compile_jinja_template(source).environment
         return meta.find_undeclared_variables(environment.parse(source)) - {*_SET_BY_MEGARL, *environment.globals}
+
+
+def _without_nulls(message: Any) -> Any:
+    """Return a message without null, with which Parquet fills absent fields; one without content has an empty text."""
+    if not isinstance(message, dict):
+        return message
+    return {"content": "", **{key: value for key, value in message.items() if value is not None}}
 
 
 def check_messages(messages: list[Any], field: str, place: str) -> None:

@@ -1,9 +1,11 @@
-"""Read records (a dict per example) from a JSONL or Parquet file, a dataset folder or a hub name.
+"""Read records (a dict per example) from a JSONL, JSON, Parquet, CSV or TSV file, a dataset folder or a hub name.
 
 Every record comes with its place ("train.jsonl:17", "train.parquet row 17"), for error messages. Lines count from 1, as
-in editors. Rows count from 0, as in tables.
+in editors. Rows count from 0, as in tables. A .json file holds a list of objects, or an object per line.
 """
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -11,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
-from megarl.errors import ConfigError, DataError, describe
-from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, require_regular
+from megarl.errors import ConfigError, DataError, describe, reworded
+from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, read_regular, require_regular
 from megarl.files.outputs import write_output
 from megarl.files.texts import refusal
 
@@ -26,7 +28,7 @@ def read_records(
 ) -> Iterator[tuple[str, Record]]:
     """Yield (place, record) for every example of a source, in order, at most ``limit`` examples.
 
-    source: a .jsonl or .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
+    source: a file with an ending of ``FILES``, a local dataset folder, or a hub name for ``datasets.load_dataset``
     ("owner/name", or "owner/name:config"). split: of a folder or hub data set; None if the data set has a single split.
 
     DataError for a missing or empty file and a broken line, ConfigError for a split of a file.
@@ -36,7 +38,7 @@ def read_records(
         if split is not None:
             raise ConfigError(f"split = {split!r}, but {source} is a file: only folders and hub names have splits")
         require_file(source)
-        records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        records = _READERS.get(path.suffix, _read_table)(path)
     elif path.is_file():
         raise DataError(refusal("format", source=source, ending=path.suffix, files=", ".join(FILES)))
     else:
@@ -96,10 +98,51 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
             except DataError as error:
                 hint = ": half a character" if "hex escape" in str(error) else ""
-                raise DataError(f"{place}: broken JSON ({error}{hint}): expected one JSON object per line") from error
+                form = "one JSON object per line" + (", or a list of them" if path.suffix == ".json" else "")
+                raise DataError(f"{place}: broken JSON ({error}{hint}): expected {form}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
             yield place, record
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the members of a list, which is parsed as a whole; of a file without a list, its lines."""
+    with open_regular(path) as file:
+        is_list = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    if not is_list:
+        yield from _read_jsonl(path)
+        return
+    advice = f"; or write an object per line: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
+    with reworded(DataError, DataError, "", advice):
+        members = parse_json(read_regular(path, MOST_JSON_BYTES).removeprefix(b"\xef\xbb\xbf"), str(path), MOST_JSON_BYTES)
+    for row, record in enumerate(members):
+        if not isinstance(record, dict):
+            raise DataError(f"{path} row {row}: {type_name(record)} instead of a JSON object with named fields")
+        yield f"{path} row {row}", record
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the rows of a CSV or TSV file as texts, by the names in its first line; fields that end early are None."""
+    line = 0
+    try:
+        with open_regular(path) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            # An endless line ends as a row of too many characters.
+            lines = iter(lambda: text.readline(MOST_JSON_BYTES), "")
+            rows = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+            names = rows.fieldnames or ()
+            if len({*names}) < len(names) or not all(names):
+                raise DataError(f"{path}:1: found the names {[*names]}, expected another name for each column")
+            line = rows.line_num
+            for record in rows:
+                if None in record:
+                    raise DataError(f"{path}:{line + 1}: {len(names) + len(record[None])} fields, expected {len(names)}")
+                yield f"{path}:{line + 1}", record
+                line = rows.line_num
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text after line {line}: iconv -t UTF-8 converts it") from error
+    except csv.Error as error:
+        raise DataError(f"{path}:{line + 1}: not a readable table ({error}); try JSONL") from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
@@ -132,3 +175,6 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
         (data,) = data.values()
     for row, record in enumerate(data):
         yield f"{source} row {row}", dict(record)
+
+
+_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
