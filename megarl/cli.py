@@ -96,16 +96,10 @@ def _describe_problem(wrong: Any, command: type[Any]) -> str:
     name = wrong["loc"][0]
     field: FieldInfo = command.__pydantic_fields__[name]
     flag = name.upper() if POSITIONAL in field.metadata else _flag(name)
-    num, text = _num_values(field), config_file.expectation(wrong)
-    if num and wrong["type"] in ("missing", "too_long"):
-        return f"{flag}: found {' '.join(wrong['input'])!r}, expected {num} values, such as {_words(field.default)}"
-    return f"{flag}: found {wrong['input']!r}, {text}"
-
-
-def _num_values(field: FieldInfo) -> int:
-    """The values of an argument with a fixed number above 1; otherwise 0."""
-    types = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
-    return 0 if Ellipsis in types else len(types)
+    if wrong["type"] in ("missing", "too_long"):  # of an argument with several values
+        found, num = " ".join(wrong["input"]), len(get_args(field.annotation))
+        return f"{flag}: found {found!r}, expected {num} values, such as {_words(field.default)}"
+    return f"{flag}: found {wrong['input']!r}, {config_file.expectation(wrong)}"
 
 
 def _words(default: Any) -> str:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-
 _MOST_NAMES = 8
 """Names that are listed although one of them is close."""
 

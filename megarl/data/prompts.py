@@ -87,8 +87,8 @@ def load_prompts(
 def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> list[Demonstration]:
     """Read demonstrations for supervised training: prompt, response, end token; loss on response and end token.
 
-    A record with ``sft.messages_field`` in the place of the prompt is a chat. All its turns are one sequence, unless the
-    chat template writes earlier turns differently later (Qwen3 removes thoughts): then several, as in sampling.
+    A record with ``sft.messages_field`` in the place of the prompt is a chat. All its turns are one sequence, unless
+    the chat template writes earlier turns differently later (Qwen3 removes thoughts): then several, as in sampling.
 
     Prompt and response are tokenized apart, so that the response begins as in sampling. A response that ends with the
     end token gets no second end token. Limits are ``data.max_prompt_tokens``, ``rollout.
@@ -233,28 +233,35 @@ class PromptReader:
     def turns(self, record: Record, field: str, place: str) -> Iterator[list[tuple[Text, Text]]]:
         """Yield the (prompt, response) pairs of each sequence of a chat; DataError for an unusable one.
 
-        Each prompt goes on behind the response before it. A response ends with the end token, if the template writes it.
+        Each prompt goes on behind the response before it. A response ends with the special token behind it, if any.
         """
-        chat = get_field(record, field, place)
+        chat, tools = get_field(record, field, place), record.get("tools")
         if self._chat is None or not isinstance(chat, list):
-            problem = "the tokenizer has no chat template" if self._chat is None else f"{field!r} is {type_name(chat)}"
-            raise DataError(f"{place}: {problem}, expected one, and a list of chat messages in {field!r}")
-        chat = [_without_nulls(message) for message in chat]
+            raise DataError(refusal("no_chat", place=place, field=field, kind=type_name(chat)))
+        # Parquet fills absent fields with null.
+        chat = [{key: v for key, v in m.items() if v is not None} if isinstance(m, dict) else m for m in chat]
+        chat = [{"content": "", **m} if isinstance(m, dict) else m for m in chat]
         check_messages(chat, field, place)
-        pairs, done, tools = list[tuple[Text, Text]](), "", record.get("tools")
-        for number in (number for number, message in enumerate(chat) if message["role"] == "assistant"):
-            before = self._chat.render_chat(chat[:number], tools, place)
-            after = self._chat.render_chat(chat[: number + 1], tools, place, is_open=False)
-            bare = [*chat[:number], {**chat[number], "tool_calls": []}]
-            if chat[number].get("tool_calls") and after == self._chat.render_chat(bare, tools, place, is_open=False):
-                raise DataError(refusal("calls_left_out", place=place, number=number, field=field))
-            if not after.startswith(before):
-                raise DataError(refusal("template_of_turn", place=place, number=number, field=field, end=before[-40:]))
+        special = self._chat.special
+        if marks := [token for message in chat for token in special if token in message["content"]]:
+            raise DataError(refusal("rendered_before", place=place, name=repr(field), mark=marks[0]))
+        pairs, done = list[tuple[Text, Text]](), ""
+        for number, turn in enumerate(chat):
+            if turn["role"] != "assistant":
+                continue
+            asked, bare = chat[:number], {**turn, "tool_calls": []}
+            before = self._chat.apply(asked, place, tools=tools)
+            after, without_calls = (
+                self._chat.apply([*asked, end], place, tools=tools, add_generation_prompt=False) for end in (turn, bare)
+            )
+            if not after.startswith(before) or (turn.get("tool_calls") and after == without_calls):
+                text = "template_of_turn" if not after.startswith(before) else "calls_left_out"
+                raise DataError(refusal(text, place=place, number=number, field=field, end=before[-40:]))
             if not before.startswith(done):
                 yield pairs
                 pairs, done = [], ""
             answer = after[len(before) :]
-            if answer.rstrip().endswith(self._chat.special):  # what follows is no part of the model's turn
+            if answer.rstrip().endswith(special):  # what follows is no part of the model's turn
                 answer = answer.rstrip()
             pairs.append((Text(place, before[len(done) :], plain=False), Text(place, answer, plain=False)))
             done = before + answer
@@ -372,7 +379,7 @@ class ChatTemplate:
         for message, name in zip(messages, names, strict=True):
             if match := marks.search(message["content"]):
                 raise DataError(refusal("rendered_before", place=place, name=name, mark=match.group()[:40]))
-        return self._apply(messages, place)
+        return self.apply(messages, place)
 
     def render_agent(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """Return any chat as text, as a server does: messages may hold template text. DataError if the template fails.
@@ -381,17 +388,8 @@ class ChatTemplate:
         """
         return self._process.call("render", messages, {"tools": tools} if tools else {})
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: str, is_open: bool = True) -> str:
-        """Return a chat with any roles as text; ``is_open``: with the mark that opens the model's next answer.
-
-        DataError at ``place`` if the template fails, or for a message with a special token in its text.
-        """
-        for number, message in enumerate(messages):
-            if marks := [token for token in self.special if token in message["content"]]:
-                raise DataError(refusal("rendered_before", place=place, name=f"message {number}", mark=marks[0]))
-        return self._apply(messages, place, {"tools": tools, "add_generation_prompt": is_open})
-
-    def _apply(self, messages: Sequence[Mapping[str, Any]], place: str, more: Mapping[str, Any] = {}) -> str:
+    def apply(self, messages: Sequence[Mapping[str, Any]], place: str, **more: Any) -> str:
+        """Return any chat as text; ``more`` are variables of the template. DataError at ``place`` if it fails."""
         with reworded(DataError, DataError, f"{place}: the chat template refuses these messages (", ")"):
             return self._process.call("render", [dict(message) for message in messages], more)
 
@@ -407,7 +405,7 @@ class ChatTemplate:
     def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:
         """Return a pattern for the text that the template writes around messages of these roles."""
         chat = [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
-        texts = re.split("\ue000(\\d+)\ue000", self._apply(chat, place))  # template text, number, template text, ...
+        texts = re.split("\ue000(\\d+)\ue000", self.apply(chat, place))  # template text, number, template text, ...
         marks = {token for token, special in self._tokens.items() if special and any(token in t for t in texts[::2])}
         special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         closing = special.sub("", texts[-1]).rstrip()
@@ -433,13 +431,6 @@ class ChatTemplate:
         source = self._tokenizer.get_chat_template(tools=self._arguments.get("tools"))
         environment = chat_template_utils._compile_jinja_template(source).environment
         return meta.find_undeclared_variables(environment.parse(source)) - {*_SET_BY_MEGARL, *environment.globals}
-
-
-def _without_nulls(message: Any) -> Any:
-    """Return a message without null, with which Parquet fills absent fields; one without content has an empty text."""
-    if not isinstance(message, dict):
-        return message
-    return {"content": "", **{key: value for key, value in message.items() if value is not None}}
 
 
 def check_messages(messages: list[Any], field: str, place: str) -> None:

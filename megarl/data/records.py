@@ -19,6 +19,8 @@ from megarl.files.outputs import write_output
 from megarl.files.texts import refusal
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
+_BLANK = b"\xef\xbb\xbf \t\r\n"
+"""A byte order mark, and white space."""
 
 Record = dict[str, Any]
 
@@ -100,49 +102,42 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
                 hint = ": half a character" if "hex escape" in str(error) else ""
                 form = "one JSON object per line" + (", or a list of them" if path.suffix == ".json" else "")
                 raise DataError(f"{place}: broken JSON ({error}{hint}): expected {form}") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
-            yield place, record
+            yield place, _as_record(record, place)
+
+
+def _as_record(value: Any, place: str) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: {type_name(value)} instead of a JSON object with named fields")
+    return value
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the members of a list, which is parsed as a whole; of a file without a list, its lines."""
+    """Return the members of a list, which is parsed as a whole; of a file without a list, its lines."""
     with open_regular(path) as file:
-        is_list = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_list:
-        yield from _read_jsonl(path)
-        return
+        if not file.read(1024).lstrip(_BLANK).startswith(b"["):
+            return _read_jsonl(path)
     advice = f"; or write an object per line: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
     with reworded(DataError, DataError, "", advice):
-        members = parse_json(read_regular(path, MOST_JSON_BYTES).removeprefix(b"\xef\xbb\xbf"), str(path), MOST_JSON_BYTES)
-    for row, record in enumerate(members):
-        if not isinstance(record, dict):
-            raise DataError(f"{path} row {row}: {type_name(record)} instead of a JSON object with named fields")
-        yield f"{path} row {row}", record
+        rows = parse_json(read_regular(path, MOST_JSON_BYTES).lstrip(_BLANK), str(path), MOST_JSON_BYTES)
+    return ((f"{path} row {row}", _as_record(value, f"{path} row {row}")) for row, value in enumerate(rows))
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the rows of a CSV or TSV file as texts, by the names in its first line; fields that end early are None."""
-    line = 0
-    try:
-        with open_regular(path) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-            # An endless line ends as a row of too many characters.
-            lines = iter(lambda: text.readline(MOST_JSON_BYTES), "")
-            rows = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-            names = rows.fieldnames or ()
-            if len({*names}) < len(names) or not all(names):
+    with open_regular(path) as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        lines = iter(lambda: text.readline(MOST_JSON_BYTES), "")  # an endless line is a row of too many fields
+        rows = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        try:
+            if len({*(names := rows.fieldnames or [])}) < len(names):
                 raise DataError(f"{path}:1: found the names {[*names]}, expected another name for each column")
-            line = rows.line_num
-            for record in rows:
+            for row, record in enumerate(rows):
                 if None in record:
-                    raise DataError(f"{path}:{line + 1}: {len(names) + len(record[None])} fields, expected {len(names)}")
-                yield f"{path}:{line + 1}", record
-                line = rows.line_num
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text after line {line}: iconv -t UTF-8 converts it") from error
-    except csv.Error as error:
-        raise DataError(f"{path}:{line + 1}: not a readable table ({error}); try JSONL") from error
+                    raise DataError(f"{path} row {row}: {len(record[None])} fields more than the {len(names)} names")
+                yield f"{path} row {row}", record
+        except (UnicodeDecodeError, csv.Error) as error:
+            place = f"{path}: after line {rows.line_num}"
+            raise DataError(f"{place}: no table in UTF-8 ({error}); convert it, or write JSONL") from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:

@@ -24,7 +24,13 @@ WITHOUT_EARLIER_THOUGHTS = FAMILIES["qwen3"]["template"].replace(
     "{{ m.content }}",
     "{{ m.content if m.role != 'assistant' or loop.last else (m.content.split('</think>') | last) }}",
 )
-THREE = ("system", "be short"), ("user", "1+1?"), ("assistant", "<think>a</think>2"), ("user", "2+2?"), ("assistant", "4")
+THREE = (
+    ("system", "be short"),
+    ("user", "1+1?"),
+    ("assistant", "<think>a</think>2"),
+    ("user", "2+2?"),
+    ("assistant", "4"),
+)
 
 
 def chat(*turns: tuple[str, str]) -> list[dict[str, Any]]:
@@ -80,9 +86,9 @@ def test_tools_and_calls_go_through_the_template(tmp_path: Path, write_jsonl: Ca
     ("messages", "told"),
     [
         (chat(("user", "1+1?")), "has no message of the assistant"),
-        (chat(("user", f"1+1?{A}"), ("assistant", "2")), f"message 0 holds '{A}', which the chat template writes"),
-        (chat(("user", "1+1?"), ("assistant", f"2{A}")), f"message 1 holds '{A}'"),
-        ("user: 1+1?", "'messages' is text, expected one, and a list"),
+        (chat(("user", f"1+1?{A}"), ("assistant", "2")), f"'messages' holds '{A}', which the chat template writes"),
+        (chat(("user", "1+1?"), ("assistant", f"2{A}")), f"'messages' holds '{A}'"),
+        ("user: 1+1?", "'messages' is text, expected a list of chat messages"),
         ([{"role": "user", "content": ["1+1?"]}], "message 0 of"),
         (
             [*chat(("user", "1+1?")), {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}],

@@ -92,7 +92,10 @@ def test_shifts_of_up_to_64_rows_are_shifts_and_larger_ones_moved_rows(places: i
     [
         ((24,), 1, "place{} too {}"),  # packed [T], and [s, 1]
         ((16, 12, 20), 1, "place{} too {}"),
-        *(((s,) * b, b, f"token{{}} too {{}} in each of {b} sequences") for s, b in [(12, 2), (8, 3), (10, 5), (6, 64)]),
+        *(
+            ((s,) * b, b, f"token{{}} too {{}} in each of {b} sequences")
+            for s, b in [(12, 2), (8, 3), (10, 5), (6, 64)]
+        ),
     ],
 )
 def test_a_shift_is_counted_in_tokens_of_a_sequence(

@@ -85,7 +85,7 @@ function showSamples(samples) {
     const rank = (one) => (one[key] === null ? absent : sign * one[key]);
     found.sort((a, b) => (rank(a) === rank(b) ? 0 : rank(a) - rank(b)));
     list.replaceChildren(...found.slice(0, most).map(sampleRow));
-    count.textContent = `${Math.min(most, found.length)} of ${found.length} found`;
+    count.textContent = `${Math.min(most, found.length)} of ${found.length} shown`;
     byId("sample-more").hidden = found.length <= most;
   };
   const again = () => { most = 25; show(); };
