@@ -6,6 +6,7 @@ prints it as one line and exits with code 2.
 """
 
 import difflib
+import re
 import socket
 import sysconfig
 import traceback
@@ -132,12 +133,12 @@ def may_pass(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message of an error of foreign code, in one line of at most 300 characters."""
+    """Return type and message of an error of foreign code, in one line of at most 300 characters, without errno."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # a foreign exception may fail to print itself
         text = type(error).__name__
-    return " ".join(text.split())[:300]
+    return re.sub(r"\[Errno -?\d+\] ", "", " ".join(text.split()))[:300]
 
 
 def reason_of(error: BaseException) -> str:

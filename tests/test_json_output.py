@@ -42,7 +42,12 @@ def files(here: Path, core_tree: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("command", "line", "code", "values"),
     [
-        ("data prepare", "data prepare task/train.jsonl out", 0, {"files": {"train": "out/train.jsonl"}, "unreadable": []}),
+        (
+            "data prepare",
+            "data prepare task/train.jsonl out",
+            0,
+            {"files": {"train": "out/train.jsonl"}, "unreadable": []},
+        ),
         ("convert", "convert model out", 0, {"out": "out", "to": "megatron"}),
         ("quantize", "quantize model out --block 8 8", 0, {"out": "out", "to": "fp8", "block": [8, 8]}),
         ("patch", "patch check core", 0, {"version": "0.15.3", "patch": "0.15.3"}),

@@ -131,7 +131,11 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         "step_0000001",
     ),
     "an empty trace": ("trace inspect empty", whole("empty", b""), "(it is empty); expected routing traces"),
-    "a type in the file": (TRAIN, text("run.toml", "[optim]", "[train]\nreplay = 3\n[optim]"), "found 3, expected none,"),
+    "a type in the file": (
+        TRAIN,
+        text("run.toml", "[optim]", "[train]\nreplay = 3\n[optim]"),
+        "found 3, expected none,",
+    ),
     "a name that is too long": (f"{TRAIN} --data.train {'a' * 300}.jsonl", lambda: None, "File name too long"),
 }
 
