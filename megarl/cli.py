@@ -18,9 +18,11 @@ from megarl import __version__
 from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
-from megarl.errors import ConfigError, did_you_mean, refusal
+from megarl.errors import ConfigError, did_you_mean, one_of, refusal
+from megarl.files.texts import read_table
 from megarl.ops.exits import run_to_exit
 
+_INSTEAD: dict[str, str] = read_table(__file__)["instead"]
 _KEYS = "Any key of docs/config.md is a flag too, and wins over the file: --rollout.temperature 0.7."
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
 
@@ -71,7 +73,7 @@ def parse_command(arguments: list[str]) -> Command:
         _add_arguments(commands.add_parser(name, argument_default=argparse.SUPPRESS, **options), command)
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and not first.startswith("-"):
-        hint = did_you_mean(first, COMMANDS, f"expected one of {', '.join(COMMANDS)}")
+        hint = _INSTEAD.get(first) or one_of(first, COMMANDS)
         raise ConfigError(f"found {f'the command {first!r}' if first else 'no command'}; {hint}")
     reads_keys = issubclass(COMMANDS.get(first, object), OnConfiguration)
     parsed, unknown = parser.parse_known_args(arguments)
@@ -81,41 +83,56 @@ def parse_command(arguments: list[str]) -> Command:
             raise ConfigError(refusal("launch_of", word=next(w for w in arguments[1:] if not w.startswith("-"))))
         keys = config_file.keys() if reads_keys else ()
         meant = [f"--{key}" for key in keys if f"--{key.rpartition('.')[2]}" == flag]
-        hint = f"did you mean {' or '.join(meant)}?" if meant else f"see {prog} --help"
+        flags = [_flag(name) for name in getattr(COMMANDS.get(first), "__pydantic_fields__", ())]
+        see = f"see {prog} --help"
+        hint = f"did you mean {' or '.join(meant)}?" if meant else did_you_mean(flag, flags, see)
         raise ConfigError(f"{prog}: unrecognized arguments: {' '.join(unknown)}; {hint}")
     values = vars(parsed)
     command = COMMANDS[values.pop("command")]
     try:
         return command(**values)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        flag = f"--{wrong['loc'][0]}".replace("_", "-")
-        raise ConfigError(f"megarl {first}: {flag}: found {wrong['input']!r}: {wrong['msg']}") from None
+        raise ConfigError(f"megarl {first}: {_describe_problem(error.errors()[0], command)}") from None
+
+
+def _describe_problem(wrong: Any, command: type[Any]) -> str:
+    """What is wrong with a word of the command line."""
+    name = wrong["loc"][0]
+    field: FieldInfo = command.__pydantic_fields__[name]
+    flag = name.upper() if POSITIONAL in field.metadata else _flag(name)
+    if wrong["type"] in ("missing", "too_long"):  # of an argument with several values
+        found, num = " ".join(wrong["input"]), len(get_args(field.annotation))
+        return f"{flag}: found {found!r}, expected {num} values, such as {_words(field.default)}"
+    return f"{flag}: found {wrong['input']!r}, {config_file.expectation(wrong)}"
+
+
+def _words(default: Any) -> str:
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _add_arguments(parser: argparse.ArgumentParser, command: type[Any]) -> None:
     """Words are only sorted here; the record converts and checks them."""
     fields: dict[str, FieldInfo] = command.__pydantic_fields__
     for name, field in fields.items():
-        options: dict[str, Any] = {"help": " ".join((field.description or "").split()).replace("%", "%%")}
-        kind = get_origin(field.annotation)
-        is_sequence, choices = kind is tuple, get_args(field.annotation) if kind is Literal else ()
-        if choices:
-            options["choices"] = choices
+        kinds = (field.annotation, *get_args(field.annotation))
+        is_sequence = get_origin(field.annotation) is tuple
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        text = " ".join((field.description or "").split())
+        if not field.is_required() and field.default is not False and field.default not in (None, ()):
+            text += f" [default {_words(field.default)}]"
+        options: dict[str, Any] = {"help": text.replace("%", "%%")}
+        options["metavar"] = f"{{{','.join(choices)}}}" if choices else name.upper()
         if POSITIONAL in field.metadata:
             nargs = ("+" if is_sequence else None) if field.is_required() else "*" if is_sequence else "?"
-            if choices and nargs:
-                options["default"] = field.default  # argparse compares it with the choices
-            parser.add_argument(name, metavar=None if choices else name.upper(), nargs=nargs, **options)
-            continue
-        if field.annotation is bool:
-            options["action"] = "store_true"
+            parser.add_argument(name, nargs=nargs, **options)
+        elif field.annotation is bool:
+            parser.add_argument(_flag(name), dest=name, action="store_true", help=options["help"])
         else:
-            options["metavar"] = None if choices else name.upper()
-            options["nargs"] = "*" if is_sequence else None
-        if field.default is not False and field.default not in (None, ()):
-            options["help"] += f" [default {field.default}]"
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **options)
+            parser.add_argument(_flag(name), dest=name, nargs="+" if is_sequence else None, **options)
+
+
+def _flag(name: str) -> str:
+    return f"--{name}".replace("_", "-")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pydantic
 from megarl import enable_cpu
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
-from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
+from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, show, world_size
 from megarl.convert.command import Convert, Quantize
 from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError, printable, refusal
@@ -180,11 +180,13 @@ class Patch:
     """A folder that contains megatron/core; default the folder that this Python would import."""
     version: str | None = None
     """Release of the patch; default the target's release, or the nearest that fits."""
+    json: bool = False
+    """Print the state of each file as JSON: docs/commands.md."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.ops.patching import patch
 
-        patch.run(self.action, self.target, self.version)
+        patch.run(self.action, self.target, self.version, self.json)
 
 
 @command
@@ -307,6 +309,8 @@ class Trace:
     """What to do."""
     files: Positional[tuple[Path, ...]]
     """One file, or two for diff."""
+    json: bool = False
+    """Print the numbers as JSON: docs/commands.md."""
 
     def run(self, overrides: Overrides) -> None:
         """ConfigError for another number of files."""
@@ -315,7 +319,7 @@ class Trace:
             raise ConfigError(f"megarl trace {self.action}: found {len(self.files)} files, expected {expected}")
         from megarl.ops.report import traces
 
-        getattr(traces, self.action)(*self.files)
+        getattr(traces, self.action)(*self.files, as_json=self.json)
 
 
 @command
@@ -334,6 +338,8 @@ class Verify:
     """Check the kept sets at this top_p; 0 does not."""
     pressure: bool = False
     """Fill the server's memory until it retracts requests."""
+    json: bool = False
+    """Print the comparison of two files as JSON: docs/commands.md."""
     update: bool = False
     """Load the model's weights into the server under a new version, and name them as before afterwards."""
 
@@ -352,7 +358,7 @@ class Verify:
         from megarl.verify.trace_files import compare_trace_files
 
         report = compare_trace_files(*self.files)
-        print(printable(str(report)))
+        show(str(report), report.facts(), self.json)
         return 0 if report.is_right else 1
 
 

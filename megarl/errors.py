@@ -6,6 +6,7 @@ prints it as one line and exits with code 2.
 """
 
 import difflib
+import re
 import socket
 import sysconfig
 import tomllib
@@ -15,6 +16,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+_MOST_NAMES = 8
+"""Names that are listed although one of them is close."""
 
 
 class MegarlError(Exception):
@@ -141,12 +145,12 @@ def may_pass(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message of an error of foreign code, in one line of at most 300 characters."""
+    """Return type and message of an error of foreign code, in one line of at most 300 characters, without errno."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # a foreign exception may fail to print itself
         text = type(error).__name__
-    return " ".join(text.split())[:300]
+    return re.sub(r"\[Errno -?\d+\] ", "", " ".join(text.split()))[:300]
 
 
 def reason_of(error: BaseException) -> str:
@@ -171,8 +175,16 @@ def reworded(
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1) -> str:
     """Return "did you mean NAME?" with the known names that are closest; ``otherwise`` where none is close."""
-    close = difflib.get_close_matches(name, known, n=most)
+    close = difflib.get_close_matches(name.lower(), known, n=most)
     return f"did you mean {' or '.join(close)}?" if close else otherwise
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """Return what was expected in the place of ``name``: the known names, and the closest; of many, that one alone."""
+    names = [*known]
+    expected = f"expected {', '.join(names[:-1])} or {names[-1]}"
+    hint = did_you_mean(name, names, expected)
+    return hint if hint == expected or len(names) > _MOST_NAMES else f"{expected}; {hint}"
 
 
 def some(names: Iterable[str]) -> str:

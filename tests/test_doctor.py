@@ -181,6 +181,33 @@ class TestSGLang:
         assert wrong_tp[0] == 1
         assert "--tp-size 1, expected 2" in wrong_tp[1]
 
+    @pytest.mark.parametrize(
+        ("settings", "item"),
+        [
+            ({"sglang.python": "nowhere/python"}, "nowhere/python"),
+            ({"sglang.urls": ["http://127.0.0.1:9"], "sglang.api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+            ({"sglang.urls": ["http://127.0.0.1:9"]}, "http://127.0.0.1:9"),
+        ],
+    )
+    def test_what_is_missing_is_said_once(self, path: Path, settings: dict[str, Any], item: str, shown):
+        code, text = shown(path, settings)
+        assert code == 1
+        assert sum(item in line for line in text.splitlines()[1:]) == 1, text
+        assert "Errno" not in text
+
+    def test_without_a_configuration_it_is_optional(self, shown, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        monkeypatch.chdir(tmp_path)
+        code, text = shown()
+        assert code == 0
+        (line,) = [line for line in text.splitlines() if "sglang" in line and ".venv-sglang" in line]
+        assert line.startswith("optional  sglang")
+        assert "(No such file or directory)" in line
+        assert 'needed by rollout.engine = "sglang" alone' in line
+        for check in json.loads(shown(json=True)[1])["checks"]:
+            assert check["status"] != "ok" or not any(
+                word in check["found"] for word in ("Errno", "not installed", "cannot")
+            )
+
     def test_the_key_is_sent_and_its_absence_told(self, path: Path, monkeypatch: pytest.MonkeyPatch, shown):
         with self.server({"version": "0.5.23"}) as url:
             settings = {"sglang.urls": [url], "sglang.api_key_env": "SESAME"}

@@ -68,7 +68,7 @@ def test_diff(files, capsys):
     ("words", "expected"),
     [
         (["diff", "a.safetensors"], "megarl trace diff: found 1 files, expected 2"),
-        (["draw", "a.safetensors"], "invalid choice: 'draw'"),
+        (["draw", "a.safetensors"], "ACTION: found 'draw', expected inspect or diff"),
         (["inspect", "none.safetensors"], "none.safetensors: not a readable safetensors file (No such file"),
         (["inspect", "junk"], "junk: not a readable safetensors file"),
         (["diff", "a.safetensors", "wide.safetensors"], "has layers (1, 2), wide.safetensors has (0, 1)"),

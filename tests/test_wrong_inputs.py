@@ -40,7 +40,7 @@ def whole(name: str, content: bytes) -> Callable[[], None]:
 
 
 COMMANDS = """
- | expected one of train, launch
+ | expected train, launch
 trian run.toml | did you mean train?
 train | required: CONFIG
 launch gap run.toml | megarl launch: found 'gap' and a further argument, expected CONFIG alone, or train, eval or sft
@@ -56,19 +56,19 @@ launch run.toml --parallel.pp 3 | found 1 ranks, expected a multiple of tp * pp 
 launch eval run.toml --checkpoint x --data task/heldout.jsonl --parallel.ep 2 --launch.ranks_per_node 3 | found 3 ranks
 report run --run.steps 3 | remove --run.steps
 train run.toml --rollout.group_size 1e23 | --rollout.group_size: found '1e23'
-quickstart --family gpt | invalid choice: 'gpt'
+quickstart --family gpt | --family: found 'gpt', expected qwen3_moe, qwen3, qwen2 or llama
 quickstart --out run.toml | cannot be made a folder
 eval run.toml --data task/heldout.jsonl --k 0 | --k: found 0
 eval run.toml --data aime99 | expected aime24, aime25, hmmt25
 eval run.toml --data nowhere.jsonl | nowhere.jsonl: there is no such file
 eval run.toml --data task/heldout.jsonl --model.path nowhere | model.path: there is no folder nowhere, expected a Hugg
 train nowhere.toml | nowhere.toml: cannot be read as a configuration file: No such
-plan task | is a folder, FIFO, socket, device or broken link, expected a regular file
+plan task | task is a folder, expected a regular file
 sft run.toml --model.path nowhere | model.path: there is no folder nowhere
 train run.toml --data.train run.toml | run.toml: cannot tell a format
 --foo | megarl: unrecognized arguments: --foo; see megarl --help
 train c.toml --lr=1 | unrecognized arguments: --lr=1; did you mean --optim.lr or --sft.lr?
-gap x --tokens many | --tokens: found 'many': Input should be a valid integer
+gap x --tokens many | --tokens: found 'many', expected a whole number
 gap nowhere --rollout.dtype fp32 | nowhere is not a folder; expected a Hugging Face folder
 recipes copy qwen3-30b-a3b-8gp | did you mean qwen3-30b-a3b-8gpu?
 recipes path ../shipped | found no recipe or script '../shipped'
@@ -80,6 +80,37 @@ report task | metrics.jsonl: there is no such file
 convert nowhere out | nowhere does not exist
 convert task out | neither config.json (Hugging Face)
 convert model model | would replace its own source
+init --objective grop | copy a configuration with `megarl recipes copy starter FOLDER`
+resume run | `megarl train CONFIG` goes on
+patch chek | ACTION: found 'chek', expected check, apply, revert or status; did you mean check?
+recipes lst | did you mean list?
+convert a b --dtype bf61 | --dtype: found 'bf61', expected keep, fp32, bf16 or fp16; did you mean bf16?
+quantize a b --block 128 | --block: found '128', expected 2 values, such as 128 128
+quantize a b --block 1 2 3 | --block: found '1 2 3', expected 2 values, such as 128 128
+quantize a b --block 128x128 | --block: found '128x128', expected a whole number
+quantize a b --block | --block: expected at least one argument
+eval run.toml --k | --k: expected at least one argument
+gap x --responses 0 | --responses: found '0', expected a number greater than or equal to 1
+plan run.toml --jsn | unrecognized arguments: --jsn; did you mean --json?
+train run.toml --run.steps | --run.steps: found no value, expected a whole number
+train run.toml --run.steps --train.replay r3 | --run.steps: found no value, expected a whole number
+train run.toml --optim.lr | --optim.lr: found no value, expected a number
+train run.toml --model.path | --model.path: found no value, expected text
+train run.toml --sglang.urls | --sglang.urls: found no value, expected a list
+train run.toml --train.replay | --train.replay: found no value, expected none, r2 or r3
+train run.toml --train.max_k3 on | --train.max_k3: found 'on', expected learn or off, or a number
+train --checkpoint.resume run.toml | --checkpoint.resume: found 'run.toml', expected true or false
+train run.toml --train.replay r4 | --train.replay: found 'r4', expected none, r2 or r3
+train run.toml --train.objective grop | train.objective: found 'grop', did you mean grpo?
+train run.toml --train.objective DAPO | train.objective: found 'DAPO', did you mean dapo?
+train run.toml --train.objective zzz | train.objective: found 'zzz', expected minirl, minirl_length_norm,
+train run.toml --rollout.engine sglng | rollout.engine: found 'sglng', expected local, sglang or package.module:name; did you
+train run.toml --reward.function math_strikt | did you mean math_strict?
+trace inspect run.toml | run.toml: not a readable safetensors file (text, begins with b'
+trace inspect task | (task is a folder, expected a regular file); expected routing traces, which a run
+trace inspect model/config.json | (text, begins with b'{
+trace inspect model/model.safetensors | a safetensors file (format 'pt'); expected routing traces
+verify run.toml run.toml | expected routing traces
 """
 """Commands that are wrong by themselves, and a part of the line."""
 
@@ -90,7 +121,11 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     "empty": (TRAIN, whole("run.toml", b""), "run, model, data, rollout, optim: missing"),
     "a table misspelt": (TRAIN, text("run.toml", "[sft]", "[sfy]"), "sfy: unknown key; did you mean sft"),
     "a NUL": (TRAIN, text("run.toml", '"model"', '"mo\\u0000del"'), "without NUL characters"),
-    "one of two types": (TRAIN, text("run.toml", "[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "'learn' or 'off'"),
+    "one of two types": (
+        TRAIN,
+        text("run.toml", "[optim]", '[train]\nmax_k3 = "on"\n[optim]'),
+        "expected learn or off, or a number",
+    ),
     "another architecture": (TRAIN, text("model/config.json", "qwen3_moe", "mamba"), "'mamba'"),
     "no tokenizer": (
         "sft run.toml",
@@ -105,6 +140,12 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
         "convert run/checkpoints/step_0000001 out",
         whole("run/checkpoints/step_0000001/metadata.json", b"{}"),
         "step_0000001",
+    ),
+    "an empty trace": ("trace inspect empty", whole("empty", b""), "(it is empty); expected routing traces"),
+    "a type in the file": (
+        TRAIN,
+        text("run.toml", "[optim]", "[train]\nreplay = 3\n[optim]"),
+        "found 3, expected none,",
     ),
     "a name that is too long": (f"{TRAIN} --data.train {'a' * 300}.jsonl", lambda: None, "File name too long"),
 }

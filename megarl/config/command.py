@@ -4,6 +4,7 @@ The docstrings of a record and of its fields are the help texts. ``run`` imports
 the configuration. ``megarl.commands`` lists all commands; most live beside their subject.
 """
 
+import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import pydantic
 
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
+from megarl.errors import printable
 
 Overrides = Mapping[str, Any]
 """Dotted key -> value, which win over the configuration file."""
@@ -78,6 +80,11 @@ class OnConfiguration:
         """The command line that starts this command on all ranks of [launch]."""
         stage = type(self).__name__.lower()
         return shlex.join(["megarl", "launch", *([] if stage == "train" else [stage]), *self.words(overrides)])
+
+
+def show(text: str, facts: Mapping[str, Any], as_json: bool) -> None:
+    """Print a result as text for people, or its facts as JSON for programs."""
+    print(json.dumps(facts, indent=2, default=str) if as_json else printable(text))
 
 
 def world_size() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 from megarl.config import Config
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
-from megarl.errors import ConfigError, DataError, did_you_mean, reason_of, refusal, reworded
+from megarl.errors import ConfigError, DataError, did_you_mean, one_of, reason_of, refusal, reworded
 from megarl.files.foreign_json import require_regular
 
 SAVED = "config.toml"
@@ -27,6 +28,9 @@ RUN_ID = "run_id"
 _PLACES = ("model.path", "model.reference", "data.train", "data.heldout")
 _MAX_BYTES = 1 << 18
 _MOST_PROBLEMS = 8
+_KINDS = {"a valid integer": "a whole number", "a valid number": "a number", "a valid boolean": "true or false"}
+_KINDS |= {"a valid string": "text", "a valid list": "a list", "a valid dictionary": "a table"}
+"""Pydantic's words, and plain ones."""
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Config:
@@ -184,7 +188,7 @@ def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
         elif kind == "missing":
             missing.append(dotted)
         elif dotted in problems:  # a further type that the key may have
-            problems[dotted] += f", or {_lowered(problem['msg'])}"
+            problems[dotted] += f", or {expectation(problem).removeprefix('expected ')}"
         else:
             problems[dotted] = _describe_problem(problem, dotted)
     if missing:
@@ -213,11 +217,16 @@ def _describe_problem(problem: Any, dotted: str) -> str:
     if problem["type"] == "value_error":
         message = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
         return f"{dotted}.{message}" if dotted else message
-    return f"{dotted}: found {problem['input']!r}, expected: {_lowered(problem['msg'])}"
+    return f"{dotted}: found {problem['input']!r}, {expectation(problem)}"
 
 
-def _lowered(text: str) -> str:
-    return f"{text[0].lower()}{text[1:]}"
+def expectation(problem: Any) -> str:
+    """Return what pydantic expected in the place of a wrong value."""
+    if problem["type"] == "literal_error":
+        return one_of(str(problem["input"]), re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
+    text = problem["msg"].removeprefix("Input should be ").partition(", unable to")[0]
+    text = re.sub("^(greater|less) than", r"a number \g<0>", text)
+    return f"expected {_KINDS.get(text, text[0].lower() + text[1:])}"
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -235,25 +244,33 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not name.startswith("--") or "." not in name:
             arguments.append(word)
             continue
-        if not equals:
-            text = queue.pop(0) if queue and not queue[0].startswith("--") else "true"
-        overrides[name[2:]] = _typed(name[2:], text)
+        has_value = equals or (queue and not queue[0].startswith("--"))
+        overrides[name[2:]] = _typed(name[2:], text if equals else queue.pop(0) if has_value else None)
     return arguments, overrides
 
 
-def _typed(key: str, text: str) -> Any:
+def _typed(key: str, text: str | None) -> Any:
+    """The value of a flag; without a text, true."""
     annotation = annotation_of(key)
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
-    if annotation is Any or {get_origin(option) for option in (annotation, *get_args(annotation))} & {list, dict}:
+    if text is None and (annotation is Any or bool in (annotation, *get_args(annotation))):
+        text = "true"
+    kinds = {annotation, *(get_origin(option) for option in (annotation, *get_args(annotation)))}
+    if text is not None and kinds & {Any, list, dict}:
         with suppress(ValueError, RecursionError):  # a string need not have quotation marks
             return tomllib.loads(f"value = {text}")["value"]
         return text
     if text == "none" and NoneType in get_args(annotation):
         return None
-    prefix = f"--{key}: found {text!r}, "
-    with reworded(ValidationError, ConfigError, prefix, tell=lambda error: error.errors()[0]["msg"].lower()):
-        return TypeAdapter(annotation).validate_python(text)
+    prefix = f"--{key}: found {'no value' if text is None else repr(text)}, expected "
+    with reworded(ValidationError, ConfigError, prefix, tell=_list_kinds):
+        return TypeAdapter(annotation).validate_python(Ellipsis if text is None else text)  # no setting is an ellipsis
+
+
+def _list_kinds(error: ValidationError) -> str:
+    problems = [problem for problem in error.errors() if problem["type"] != "none_required"]
+    return ", or ".join(dict.fromkeys(expectation(problem).removeprefix("expected ") for problem in problems))
 
 
 def as_flag(value: Any) -> str:

@@ -6,23 +6,23 @@ The configuration is checked against the capabilities of the engine. A user's en
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megarl.errors import ConfigError, describe, refusal, reworded
+from megarl.errors import ConfigError, describe, one_of, refusal, reworded
 from megarl.files.texts import read_table
 
 
-def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
+def load_plug(key: str, path: str, built_in: Iterable[str] = ()) -> Any:
     """Return the object named by "package.module:name". ConfigError, with ``key``, if the import fails.
 
     built_in: the built-in values of the setting, for the message.
     """
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
-        raise ConfigError(f"{key}: found {path!r}, expected {built_in}, or package.module:name")
+        raise ConfigError(f"{key}: found {path!r}, {one_of(path, [*built_in, 'package.module:name'])}")
     problem, advice = f"{key}: found {path!r}, but cannot import {module_name!r} (", refusal("no_module")
     with reworded((Exception, SystemExit), ConfigError, problem, advice, describe):  # as users' code may
         module = importlib.import_module(module_name)
@@ -89,7 +89,7 @@ def engine_kind(name: str) -> EngineKind:
     """Return the engine of a name in ENGINES, or of "package.module:name". ConfigError for an unknown engine."""
     if name in ENGINES:
         return ENGINES[name]
-    kind = load_plug("engine", name, " or ".join(f'"{engine}"' for engine in ENGINES))
+    kind = load_plug("engine", name, ENGINES)
     if not isinstance(kind, EngineKind):
         raise ConfigError(f"engine: found {type(kind).__name__} at {name!r}, expected a megarl.config.plugs.EngineKind")
     return kind

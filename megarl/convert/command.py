@@ -21,6 +21,8 @@ class _Rewrite:
     """The folder to write; it appears when it is complete."""
     shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
     """Size of a safetensors file."""
+    json: bool = False
+    """Print what was written as JSON: docs/commands.md."""
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
 
@@ -51,7 +53,7 @@ class Convert(_Rewrite):
         os.environ.update(compile_caches(os.environ))
         layers = ("te" if find_te()[0] else "local") if self.layers == "installed" else self.layers
         options = Options(DTYPES[self.dtype], layers, self.drop, overwrite=self.overwrite, shard_bytes=self.shard_bytes)
-        convert(self.source, self.out, self.model, options)
+        convert(self.source, self.out, self.model, options, self.json)
 
 
 @command
@@ -67,4 +69,4 @@ class Quantize(_Rewrite):
         from megarl.convert.quantization import quantize
 
         options = Options(block=self.block, overwrite=self.overwrite, shard_bytes=self.shard_bytes)
-        quantize(self.source, self.out, options)
+        quantize(self.source, self.out, options, self.json)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from megarl.config.command import show
 from megarl.config.file import RUN_ID, find_saved
 from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, refusal, some
+from megarl.errors import CheckpointError, ConfigError, NumericsError, refusal, some
 from megarl.files.hf_config import family_entry
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
@@ -162,8 +163,8 @@ def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def convert(source: Path, out: Path, model: Path | None, options: Options) -> None:
-    """Convert a checkpoint into the other format and print a summary.
+def convert(source: Path, out: Path, model: Path | None, options: Options, as_json: bool = False) -> None:
+    """Convert a checkpoint into the other format and print a summary; ``as_json``: its manifest.
 
     ConfigError for a source that is no checkpoint.
     """
@@ -180,8 +181,8 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
         raise ConfigError(refusal("run_without_checkpoint", source=source))
     else:
         raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")
-    if line := describe_left_out(result["dropped"]):
-        print(printable(line))
     names = f"{result['family']}, names of {result['keys']['layers']} layers"
-    print(f"{out}: {result['bytes'] / 2**30:.3f} GiB ({names})")
-    print("read back, inverted and compared with the source: every bit is equal")
+    size = f"{out}: {result['bytes'] / 2**30:.3f} GiB ({names})"
+    verified = "read back, inverted and compared with the source: every bit is equal"
+    lines = filter(None, [describe_left_out(result["dropped"]), size, verified])
+    show("\n".join(lines), {"out": out, **result}, as_json)

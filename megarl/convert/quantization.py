@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 
+from megarl.config.command import show
 from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
 from megarl.core.fp8 import quantize_fp8
@@ -67,8 +68,8 @@ def select_tensors(
     return quantized, fp8_config(modules, block)
 
 
-def quantize(source: Path, out: Path, options: Options) -> None:
-    """Write ``source``, a Hugging Face folder, as an FP8 checkpoint, and print what was written.
+def quantize(source: Path, out: Path, options: Options, as_json: bool = False) -> None:
+    """Write ``source``, a Hugging Face folder, as an FP8 checkpoint, and print what was written, as text or as JSON.
 
     ConfigError for a source that is quantised already, CheckpointError for an incomplete source or a full disk,
     NumericsError for a value that is not finite; ``out`` is then unchanged.
@@ -102,10 +103,12 @@ def quantize(source: Path, out: Path, options: Options) -> None:
             return [name for name, tensor in encode(name).items() if not same_bits(written.stored(name), tensor)]
 
         job.verify(shards, find_changed)
-    job.publish(to="fp8", block=options.block)
-    before, (rows, columns) = sum(tensor.nbytes for tensor in tensors.values()), options.block
-    print(f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns};", end=" ")
-    print(f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified")
+    result = {"out": out, **job.publish(to="fp8", block=options.block), "bytes": sum(sizes)}
+    result |= {"source_bytes": sum(tensor.nbytes for tensor in tensors.values())}
+    result |= {"tensors": len(tensors), "fp8_tensors": len(quantized)}
+    blocks = f"{len(quantized)} of {len(tensors)} tensors in FP8, blocks of {options.block[0]} x {options.block[1]}"
+    size = f"{decimal(result['source_bytes'])} -> {decimal(result['bytes'])}, {len(shards)} files"
+    show(f"{out}: {blocks}; {size}; verified", result, as_json)
 
 
 def _num_bytes(tensor: torch.Tensor, block: tuple[int, int]) -> int:

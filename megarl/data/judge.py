@@ -223,7 +223,7 @@ def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Ca
         from megarl.data.reward_model import RewardModel  # takes aiohttp
 
         return RewardModel(model)
-    reward = load_plug("reward.function", name_or_path, ", ".join([*BUILT_IN_REWARDS, "reward_model"]))
+    reward = load_plug("reward.function", name_or_path, [*BUILT_IN_REWARDS, "reward_model"])
     return check_function("reward.function", name_or_path, reward, "*, prompt, response, answer")
 
 

@@ -5,9 +5,10 @@ pass through the tokenizer's chat template, which adds the special tokens.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -44,12 +45,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt, the response to imitate, and the end token, as a sequence."""
+    """A prompt, the response to imitate, and the end token, as a sequence; of a chat, several turns."""
 
     tokens: np.ndarray
     """int32 [T]."""
     loss_mask: np.ndarray
-    """bool [T], True on the response and the end token."""
+    """bool [T], True on responses and their end tokens."""
     source: str
 
 
@@ -83,6 +84,9 @@ def load_prompts(
 def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> list[Demonstration]:
     """Read demonstrations for supervised training: prompt, response, end token; loss on response and end token.
 
+    A record with ``sft.messages_field`` in the place of the prompt is a chat. All its turns are one sequence, unless
+    the chat template writes earlier turns differently later (Qwen3 removes thoughts): then several, as in sampling.
+
     Prompt and response are tokenized apart, so that the response begins as in sampling. A response that ends with the
     end token gets no second end token. Limits are ``data.max_prompt_tokens``, ``rollout.
     max_response_tokens`` with the end token, and ``max_positions`` of both together.
@@ -99,27 +103,34 @@ def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_
     if reader.num_rows is not None and end_token >= reader.num_rows:
         raise ConfigError(refusal("end_token_without_row", token=end_token, rows=reader.num_rows))
 
-    def read(place: str, record: Record) -> tuple[Text, Text]:
+    def read(place: str, record: Record) -> Iterator[list[tuple[Text, Text]]]:
+        if sft.prompt_field not in record and sft.messages_field in record:
+            yield from reader.turns(record, sft.messages_field, place)
+            return
         text = reader.text(record, place)
         response = get_field(record, sft.response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {sft.response_field!r} is {type_name(response)}, expected text")
         if not response:
             raise DataError(f"{place}: {sft.response_field!r} is empty: there is nothing to imitate")
-        return text, Text(place, response, plain=False)
+        yield [(text, Text(place, response, plain=False))]
 
     demonstrations: list[Demonstration] = []
-    rows = [read(place, record) for place, record in read_records(sft.data)]
-    prompts = reader.encode([text for text, _ in rows], data.max_prompt_tokens)
-    responses = reader.encode_responses([response for _, response in rows], prompts, sft.response_field)
-    for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
-        if ids[-1] != end_token:
-            ids.append(end_token)
-        tokens = np.array([*prompt, *ids], dtype=np.int32)
-        limit = ("the response with its end", "rollout.max_response_tokens")
-        _check_length(len(ids), config.rollout.max_response_tokens, *limit, text.place)
-        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", text.place)
-        demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), text.place))
+    rows = [turns for place, record in read_records(sft.data) for turns in read(place, record)]
+    prompts = reader.encode([text for turns in rows for text, _ in turns], data.max_prompt_tokens)
+    texts = [response for turns in rows for _, response in turns]
+    parts = zip(prompts, reader.encode_responses(texts, prompts, sft.response_field), strict=True)
+    for turns in rows:
+        place, tokens, loss_mask = turns[0][0].place, list[int](), list[bool]()
+        for number, (prompt, ids) in enumerate(islice(parts, len(turns)), start=1):
+            if number == len(turns) and ids[-1] != end_token:
+                ids.append(end_token)
+            limit = ("the response with its end", "rollout.max_response_tokens")
+            _check_length(len(ids), config.rollout.max_response_tokens, *limit, place)
+            tokens += [*prompt, *ids]
+            loss_mask += [False] * len(prompt) + [True] * len(ids)
+        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", place)
+        demonstrations.append(Demonstration(np.array(tokens, np.int32), np.array(loss_mask), place))
     return demonstrations
 
 
@@ -216,6 +227,45 @@ class PromptReader:
             raise DataError(f"{place}: {name} is plain text, which data.chat_template_args need data.chat_template for")
         return Text(place, text, plain=True)
 
+    def turns(self, record: Record, field: str, place: str) -> Iterator[list[tuple[Text, Text]]]:
+        """Yield the (prompt, response) pairs of each sequence of a chat; DataError for an unusable one.
+
+        Each prompt goes on behind the response before it. A response ends with the special token behind it, if any.
+        """
+        chat, tools = get_field(record, field, place), record.get("tools")
+        if self._chat is None or not isinstance(chat, list):
+            raise DataError(refusal("no_chat", place=place, field=field, kind=type_name(chat)))
+        # Parquet fills absent fields with null.
+        chat = [{key: v for key, v in m.items() if v is not None} if isinstance(m, dict) else m for m in chat]
+        chat = [{"content": "", **m} if isinstance(m, dict) else m for m in chat]
+        check_messages(chat, field, place)
+        special = self._chat.special
+        if marks := [token for message in chat for token in special if token in message["content"]]:
+            raise DataError(refusal("rendered_before", place=place, name=repr(field), mark=marks[0]))
+        pairs, done = list[tuple[Text, Text]](), ""
+        for number, turn in enumerate(chat):
+            if turn["role"] != "assistant":
+                continue
+            asked, bare = chat[:number], {**turn, "tool_calls": []}
+            before = self._chat.apply(asked, place, tools=tools)
+            after, without_calls = (
+                self._chat.apply([*asked, end], place, tools=tools, add_generation_prompt=False) for end in (turn, bare)
+            )
+            if not after.startswith(before) or (turn.get("tool_calls") and after == without_calls):
+                text = "template_of_turn" if not after.startswith(before) else "calls_left_out"
+                raise DataError(refusal(text, place=place, number=number, field=field, end=before[-40:]))
+            if not before.startswith(done):
+                yield pairs
+                pairs, done = [], ""
+            answer = after[len(before) :]
+            if answer.rstrip().endswith(special):  # what follows is no part of the model's turn
+                answer = answer.rstrip()
+            pairs.append((Text(place, before[len(done) :], plain=False), Text(place, answer, plain=False)))
+            done = before + answer
+        if not pairs:
+            raise DataError(f"{place}: {field!r} has no message of the assistant: there is nothing to imitate")
+        yield pairs
+
     def encode(self, texts: Sequence[Text], limit: int | None) -> list[list[int]]:
         """Tokenize a batch. DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
         name, end, bos = f"the prompt ({self._field!r})", self._tokenizer.eos_token, self._tokenizer.bos_token_id
@@ -308,6 +358,8 @@ class ChatTemplate:
         """arguments: variables of the template, as ``enable_thinking``; ConfigError for a variable without a use."""
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
         self._tokens = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+        self.special = tuple(token for token, is_special in self._tokens.items() if is_special)
+        """Special tokens, as text."""
         self._marks: dict[tuple[str, ...], re.Pattern[str]] = {}
         self._process = BoundedProcess(render=self._render, find_variables=self._find_variables)
         if arguments:
@@ -324,7 +376,7 @@ class ChatTemplate:
         for message, name in zip(messages, names, strict=True):
             if match := marks.search(message["content"]):
                 raise DataError(refusal("rendered_before", place=place, name=name, mark=match.group()[:40]))
-        return self._apply(messages, place)
+        return self.apply(messages, place)
 
     def render_agent(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """Return any chat as text, as a server does: messages may hold template text. DataError if the template fails.
@@ -333,9 +385,10 @@ class ChatTemplate:
         """
         return self._process.call("render", messages, {"tools": tools} if tools else {})
 
-    def _apply(self, messages: Sequence[Mapping[str, str]], place: str) -> str:
+    def apply(self, messages: Sequence[Mapping[str, Any]], place: str, **more: Any) -> str:
+        """Return any chat as text; ``more`` are variables of the template. DataError at ``place`` if it fails."""
         with reworded(DataError, DataError, f"{place}: the chat template refuses these messages (", ")"):
-            return self._process.call("render", [dict(message) for message in messages])
+            return self._process.call("render", [dict(message) for message in messages], more)
 
     def _render(self, chat: list[dict[str, Any]], more: Mapping[str, Any] = {}) -> str:
         """Return the template's text; runs in the bounded process. ValueError for a text that is too long."""
@@ -349,7 +402,7 @@ class ChatTemplate:
     def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:
         """Return a pattern for the text that the template writes around messages of these roles."""
         chat = [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
-        texts = re.split("\ue000(\\d+)\ue000", self._apply(chat, place))  # template text, number, template text, ...
+        texts = re.split("\ue000(\\d+)\ue000", self.apply(chat, place))  # template text, number, template text, ...
         marks = {token for token, special in self._tokens.items() if special and any(token in t for t in texts[::2])}
         special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         closing = special.sub("", texts[-1]).rstrip()

@@ -1,9 +1,11 @@
-"""Read records (a dict per example) from a JSONL or Parquet file, a dataset folder or a hub name.
+"""Read records (a dict per example) from a JSONL, JSON, Parquet, CSV or TSV file, a dataset folder or a hub name.
 
 Every record comes with its place ("train.jsonl:17", "train.parquet row 17"), for error messages. Lines count from 1, as
-in editors. Rows count from 0, as in tables.
+in editors. Rows count from 0, as in tables. A .json file holds a list of objects, or an object per line.
 """
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.data import FILES
-from megarl.errors import ConfigError, DataError, describe, refusal
-from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, require_regular
+from megarl.errors import ConfigError, DataError, describe, refusal, reworded
+from megarl.files.foreign_json import MOST_JSON_BYTES, open_regular, parse_json, read_regular, require_regular
 from megarl.files.outputs import write_output
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
+_BLANK = b"\xef\xbb\xbf \t\r\n"
+"""A byte order mark, and white space."""
 
 Record = dict[str, Any]
 
@@ -25,7 +29,7 @@ def read_records(
 ) -> Iterator[tuple[str, Record]]:
     """Yield (place, record) for every example of a source, in order, at most ``limit`` examples.
 
-    source: a .jsonl or .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
+    source: a file with an ending of ``FILES``, a local dataset folder, or a hub name for ``datasets.load_dataset``
     ("owner/name", or "owner/name:config"). split: of a folder or hub data set; None if the data set has a single split.
 
     DataError for a missing or empty file and a broken line, ConfigError for a split of a file.
@@ -35,7 +39,7 @@ def read_records(
         if split is not None:
             raise ConfigError(f"split = {split!r}, but {source} is a file: only folders and hub names have splits")
         require_file(source)
-        records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        records = _READERS.get(path.suffix, _read_table)(path)
     elif path.is_file():
         raise DataError(refusal("format", source=source, ending=path.suffix, files=", ".join(FILES)))
     else:
@@ -96,10 +100,44 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
             except DataError as error:
                 hint = ": half a character" if "hex escape" in str(error) else ""
-                raise DataError(f"{place}: broken JSON ({error}{hint}): expected one JSON object per line") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
-            yield place, record
+                form = "one JSON object per line" + (", or a list of them" if path.suffix == ".json" else "")
+                raise DataError(f"{place}: broken JSON ({error}{hint}): expected {form}") from error
+            yield place, _as_record(record, place)
+
+
+def _as_record(value: Any, place: str) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: {type_name(value)} instead of a JSON object with named fields")
+    return value
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
+    """Return the members of a list, which is parsed as a whole; of a file without a list, its lines."""
+    with open_regular(path) as file:
+        if not file.read(1024).lstrip(_BLANK).startswith(b"["):
+            return _read_jsonl(path)
+    advice = f"; or write an object per line: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
+    with reworded(DataError, DataError, "", advice):
+        rows = parse_json(read_regular(path, MOST_JSON_BYTES).lstrip(_BLANK), str(path), MOST_JSON_BYTES)
+    return ((f"{path} row {row}", _as_record(value, f"{path} row {row}")) for row, value in enumerate(rows))
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the rows of a CSV or TSV file as texts, by the names in its first line; fields that end early are None."""
+    with open_regular(path) as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        lines = iter(lambda: text.readline(MOST_JSON_BYTES), "")  # an endless line is a row of too many fields
+        rows = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        try:
+            if len({*(names := rows.fieldnames or [])}) < len(names):
+                raise DataError(f"{path}:1: found the names {[*names]}, expected another name for each column")
+            for row, record in enumerate(rows):
+                if None in record:
+                    raise DataError(f"{path} row {row}: {len(record[None])} fields more than the {len(names)} names")
+                yield f"{path} row {row}", record
+        except (UnicodeDecodeError, csv.Error) as error:
+            place = f"{path}: after line {rows.line_num}"
+            raise DataError(f"{place}: no table in UTF-8 ({error}); convert it, or write JSONL") from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
@@ -132,3 +170,6 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
         (data,) = data.values()
     for row, record in enumerate(data):
         yield f"{source} row {row}", dict(record)
+
+
+_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}

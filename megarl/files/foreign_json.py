@@ -109,7 +109,8 @@ def is_file_name(value: object) -> bool:
 def require_regular(path: Path) -> None:
     """Raise DataError unless ``path``, links followed, is a regular file or does not exist."""
     if os.path.lexists(path) and not os.path.isfile(path):
-        raise DataError(f"{path} is a folder, FIFO, socket, device or broken link, expected a regular file")
+        kind = "folder" if os.path.isdir(path) else "FIFO, socket, device or broken link"
+        raise DataError(f"{path} is a {kind}, expected a regular file")
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -13,6 +13,7 @@ _LAUNCH = shipped_folder("launch")
 RECIPES = _LAUNCH / "recipes"
 MODELS = _LAUNCH / "models"
 SCRIPTS = _LAUNCH / "scripts"
+COMPLETION = _LAUNCH / "completion.sh"
 GPU = _LAUNCH / "gpu"
 """A container recipe and the requirements of its two environments."""
 
@@ -25,7 +26,7 @@ def list_recipes() -> dict[str, str]:
 
 def find(name: str) -> Path:
     """The file of a recipe or of a script; ConfigError for an unknown name."""
-    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())}
+    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir(), COMPLETION)}
     files |= {path.stem: path for path in RECIPES.glob("*.toml")}
     if name not in files:
         hint = did_you_mean(name, files, f"expected one of {', '.join(sorted(files))}")
@@ -52,7 +53,7 @@ def copy(name: str, folder: Path) -> list[Path]:
 
 def _parts(name: str) -> dict[str, Path]:
     recipe = find(name)
-    if recipe.parent == SCRIPTS:
+    if recipe == COMPLETION or recipe.parent == SCRIPTS:
         return {recipe.name: recipe}
     if recipe.parent == GPU:
         return {path.name: path for path in sorted(GPU.iterdir())}

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, DataError, TraceError, refusal, reworded
+from megarl.errors import ConfigError, DataError, TraceError, reason_of, refusal, reworded
 from megarl.files.foreign_json import require_regular
 from megarl.files.writing import write_atomically
 from megarl.routes import RoutingTrace, decode, encode
@@ -135,7 +135,7 @@ def read_traces(path: str | Path) -> "TraceFile":
     def check_format(metadata: Mapping[str, str]) -> None:
         file_format, version = metadata.get("format", "unknown"), metadata.get("format_version")
         if file_format != FORMAT:
-            raise TraceError(f"{path}: a safetensors file of format {file_format!r}, expected {FORMAT!r}")
+            raise TraceError(f"{path}: a safetensors file (format {file_format!r}{refusal('no_trace_file')}")
         if version != str(FORMAT_VERSION):
             raise TraceError(f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': of another megarl")
 
@@ -248,6 +248,16 @@ def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str])
     return save({name: np.ascontiguousarray(values) for name, values in tensors.items()}, dict(metadata))
 
 
+def _describe_fault(path: Path, error: Exception) -> str:
+    if not isinstance(error, SafetensorError):
+        return reason_of(error)
+    with path.open("rb") as file:
+        begin = file.read(512)
+    return (
+        f"text, begins with {begin[:20]!r}" if begin and b"\0" not in begin else str(error) if begin else "it is empty"
+    )
+
+
 def load_tensors(
     path: Path, check: Callable[[Mapping[str, str]], None] = lambda metadata: None
 ) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
@@ -256,7 +266,8 @@ def load_tensors(
     TraceError if the file is damaged.
     """
     kinds = (OSError, DataError, SafetensorError, TypeError)  # TypeError: a dtype without a match in numpy
-    with reworded(kinds, TraceError, f"{path}: not a readable safetensors file (", "); expected a trace file"):
+    prefix, expected = f"{path}: not a readable safetensors file (", refusal("no_trace_file")
+    with reworded(kinds, TraceError, prefix, expected, lambda error: _describe_fault(path, error)):
         require_regular(path)
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}

@@ -6,6 +6,7 @@ expected experts, so a hypothesis that changes nothing explains nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from megarl.verify.expert_sets import ExpertSets, bits_of_map, list_experts, map_of_bits
 
 MOST_ROWS = 512  # wrong rows that the hypotheses look at
-MOST_SHIFT = 64  # rows
+MOST_SHIFT = 64  # rows, or tokens of sequences beside each other
 MOST_MICRO_BATCHES = 256  # whose expected routes are tried, the nearest first
 MOST_INDEXED = 1 << 18  # rows of these in which a wrong row is looked for
 MOST_ORIGINS = 64  # places where a wrong row is looked for
@@ -58,15 +59,18 @@ def find_cause(micro: int, used_sets: ExpertSets, wrong: np.ndarray, expected: S
     if len(rows) > MOST_ROWS:
         rows = rows[np.arange(MOST_ROWS) * len(rows) // MOST_ROWS]
     bits, places, wrong = used_sets.bits[rows], used_sets.rows[rows], wrong[rows]
-    for kind, text, predicted in _predict(micro, bits, places, wrong, expected):
-        explained = float((predicted == bits).all(2)[wrong].mean())
-        if explained >= LEAST_EXPLAINED:
-            return Cause(kind, micro, explained, text)
+    for kind, text, predicted in _predict(micro, bits, places, wrong, expected, used_sets.width):
+        is_same = (predicted == bits).all(2)
+        judged = wrong & (predicted != 255).any(2)  # a shift leaves rows at an end without a source
+        if kind != "shifted" or judged.any(1).sum() < max(LEAST_VOTES, wrong.any(1).sum() / 2):
+            judged = wrong
+        if is_same[judged].mean() >= LEAST_EXPLAINED:
+            return Cause(kind, micro, float(is_same[wrong].mean()), text)
     return _judge_rest(micro, bits, places, wrong, expected[micro])
 
 
 def _predict(
-    micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets]
+    micro: int, bits: np.ndarray, places: np.ndarray, wrong: np.ndarray, expected: Sequence[ExpertSets], width: int
 ) -> Iterator[_Prediction]:
     """Yield all hypotheses, simple ones first."""
     target = expected[micro]
@@ -75,9 +79,10 @@ def _predict(
         yield from look(bits, meant, wrong)
     yield "fewer", "these rows lack some of the expected experts", bits & meant
     yield "more", "these rows have further experts beside the expected ones", bits | meant
-    for step in (step for size in range(1, MOST_SHIFT + 1) for step in (size, -size)):
-        late = f"rows stand {abs(step)} place{'s' * (abs(step) > 1)} too {'late' if step > 0 else 'early'}"
-        yield "shifted", late, _rows_of(target, places - step)
+    for unit, size, sign in itertools.product(dict.fromkeys((width, 1)), range(1, MOST_SHIFT + 1), (1, -1)):
+        what, where = ("place", "") if unit == 1 else ("token", f" in each of {width} sequences")
+        late = f"rows stand {size} {what}{'s' * (size > 1)} too {'late' if sign > 0 else 'early'}{where}"
+        yield "shifted", late, _rows_of(target, places - sign * size * unit)
     for width in range(2, target.num_rows // 2 + 1):
         if target.num_rows % width == 0:
             order = np.arange(target.num_rows).reshape(width, -1).T.ravel()

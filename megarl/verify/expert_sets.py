@@ -47,6 +47,8 @@ class ExpertSets:
     """bool [R, L], False where nothing is known: a missing row, a layer that was not called."""
     num_rows: int
     """T."""
+    width: int = 1
+    """Sequences beside each other: b where rows are [s, b] flattened, 1 where a row follows its token's last one."""
 
     @classmethod
     def of_experts(cls, experts: np.ndarray, num_experts: int, present: np.ndarray) -> "ExpertSets":

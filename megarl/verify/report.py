@@ -1,7 +1,8 @@
 """Compares used experts with expected ones, and says what is wrong and why."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,12 @@ class RoutingReport:
         """ReplayError with the report as text unless ``is_right``; on this rank alone: over ranks, sum ``metrics``."""
         if not self.is_right:
             raise ReplayError(str(self))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the report for a program."""
+        causes = [asdict(cause) for cause in self.causes]
+        facts = {"is_right": self.is_right, "missing": self.missing, "first_wrong": self.first_wrong, "causes": causes}
+        return {**facts, **{name.removeprefix("watch/"): value for name, value in self.metrics().items()}}
 
     def metrics(self) -> dict[str, float]:
         """Return counts that may be added over ranks and steps; the share of right rows is right / compared."""

@@ -35,6 +35,8 @@ class _Call:
     """What one call of a dispatcher showed. Tensors are on its device."""
 
     num_rows: int
+    width: int
+    """Sequences beside each other: b of hidden states [s, b, h]."""
     stride: int
     bits: torch.Tensor
     """uint8 [R, B], the experts of every ``stride``-th row."""
@@ -118,13 +120,15 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
     def _dispatch(self, original: Any, signature: Any, calls: Any, *positional: Any, **keywords: Any) -> Any:
         arguments = signature.bind(None, *positional, **keywords).arguments
         routing_map, gates = arguments["routing_map"].detach(), arguments["probs"].detach()
-        hidden = [*arguments.values()][1].detach().reshape(-1)  # its name differs between dispatchers
+        hidden = [*arguments.values()][1].detach()  # its name differs between dispatchers
+        width = hidden.size(1) if hidden.dim() == 3 else 1
+        hidden = hidden.reshape(-1)
         stride = 1 if self._most_rows is None else max(1, -(-len(routing_map) // self._most_rows))
         rows, gates = routing_map[::stride].bool(), gates[::stride]
         fingerprint = hidden[:: max(1, len(hidden) // FINGERPRINT)][:FINGERPRINT].float()
         fingerprint = torch.nn.functional.pad(fingerprint, (0, FINGERPRINT - len(fingerprint)))  # a copy
         is_recomputation = torch._C._current_graph_task_id() != -1
-        call = _Call(len(routing_map), stride, pack_bits(rows), (rows & (gates == 0)).sum(), fingerprint)
+        call = _Call(len(routing_map), width, stride, pack_bits(rows), (rows & (gates == 0)).sum(), fingerprint)
         calls[is_recomputation].append(call)
         return original(*positional, **keywords)
 
@@ -223,7 +227,7 @@ def _by_micro_batch(calls: Sequence[Sequence[_Call | None]]) -> list[ExpertSets]
         bits = [torch.zeros_like(first.bits) if call is None else call.bits for call in same]
         rows = np.arange(0, first.num_rows, first.stride)
         is_known = np.broadcast_to([call is not None for call in same], (len(rows), len(same)))
-        stacked.append(ExpertSets(torch.stack(bits, 1).cpu().numpy(), rows, is_known, first.num_rows))
+        stacked.append(ExpertSets(torch.stack(bits, 1).cpu().numpy(), rows, is_known, first.num_rows, first.width))
     return stacked
 
 

@@ -69,9 +69,9 @@ def test_files_without_examples(write_jsonl: Write, tmp_path: Path, tokenizer: P
         load(write_jsonl("", " "), tokenizer)
     with pytest.raises(DataError, match="no such file"):
         load(tmp_path / "absent.jsonl", tokenizer)
-    (tmp_path / "train.csv").write_text("prompt,answer\n")
-    with pytest.raises(DataError, match=r"expected \.jsonl, \.parquet"):
-        load(tmp_path / "train.csv", tokenizer)
+    (tmp_path / "train.txt").write_text("prompt,answer\n")
+    with pytest.raises(DataError, match=r"expected \.jsonl, \.json, \.parquet, \.csv, \.tsv"):
+        load(tmp_path / "train.txt", tokenizer)
     (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match="not a readable Parquet file"):
         load(tmp_path / "train.parquet", tokenizer)

@@ -38,7 +38,10 @@ def test_load_reward_finds_functions() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("exakt_match", "expected exact_match, math_strict, reward_model, or package.module:name"),
+        (
+            "exakt_match",
+            "expected exact_match, math_strict, reward_model or package.module:name; did you mean exact_match?",
+        ),
         ("no_such_module:f", "cannot import 'no_such_module'"),
         ("own_broken:f", "a_package_that_is_not_there"),
         ("own_rewards:LIMIT", "found int at 'own_rewards:LIMIT', expected a function (*, prompt"),

@@ -113,7 +113,7 @@ INT64 = np.int64
 @pytest.mark.parametrize(
     ("metadata", "tensors", "message"),
     [
-        ({"format": "weights"}, {}, "format 'weights', expected 'megarl-routing-traces'"),
+        ({"format": "weights"}, {}, r"format 'weights'\); expected routing traces"),
         ({"names": '["sample 0", 3]'}, {}, "names = .* valid string"),
         ({"names": '["a"]'}, {}, "route_offsets has 3 entries, expected 2"),
         ({"top_k": "-2"}, {}, "top_k = '-2': Input should be greater than or equal to 1"),

@@ -65,6 +65,31 @@ def test_the_chat_template_is_the_one_of_rl(
     assert (tmp_path / "taught" / "config.json").is_file()
 
 
+def test_chats_are_taught_turn_by_turn(
+    world: World, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real step on transcripts: the loss is the mean over the tokens of the assistant alone."""
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '(' + m.content + ')' if m.role == 'user' else ':' + m.content + eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    tokenizer.save_pretrained(chat_model)
+    roles, texts = ("user", "assistant") * 2, ("31=", "13", "21=", "12")
+    row = {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    seen: list[tuple[list[Demonstration], dict[str, float]]] = []
+    step = train_sft._step
+    monkeypatch.setattr(train_sft, "_step", lambda *given: seen.append((given[2], step(*given))) or seen[-1][1])
+    config = settings(world, tmp_path, model__path=str(chat_model))
+    assert config.sft is not None
+    sft(config.model_copy(update={"sft": config.sft.model_copy(update={"data": str(tmp_path / "chats.jsonl")})}))
+    ((taught, metrics),) = seen
+    assert {tokenizer.decode(one.tokens) for one in taught} == {"(31=):13<eos>(21=):12<eos>"}
+    assert {tokenizer.decode(one.tokens[one.loss_mask]) for one in taught} == {"13<eos>12<eos>"}
+    assert metrics["loss"] > 0
+
+
 def test_a_chat_template_that_is_not_there_is_refused(world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         sft(settings(world, tmp_path, data__chat_template=True))

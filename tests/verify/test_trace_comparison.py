@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,38 @@ def test_shifts_of_up_to_64_rows_are_shifts_and_larger_ones_moved_rows(places: i
     late = "late" if sign > 0 else "early"
     assert f": rows stand {places} place{'s' if places > 1 else ''} too {late}" in cause.text
     assert cause.explained == pytest.approx(1 - places / 700, abs=0.02)
+
+
+@pytest.mark.parametrize("step", [-2, -1, 1, 2])
+@pytest.mark.parametrize("is_flat", [False, True], ids=["each sequence", "the flat rows"])
+@pytest.mark.parametrize(
+    ("lengths", "width", "unit"),
+    [
+        ((24,), 1, "place{} too {}"),  # packed [T], and [s, 1]
+        ((16, 12, 20), 1, "place{} too {}"),
+        *(
+            ((s,) * b, b, f"token{{}} too {{}} in each of {b} sequences")
+            for s, b in [(12, 2), (8, 3), (10, 5), (6, 64)]
+        ),
+    ],
+)
+def test_a_shift_is_counted_in_tokens_of_a_sequence(
+    lengths: tuple[int, ...], width: int, unit: str, is_flat: bool, step: int
+) -> None:
+    """Rows of sequences beside each other, [s, b] flattened, or behind each other; a shift of [b, s] rows is flat."""
+    sequences = traces(lengths, seed=step + 2)
+    moved = [np.roll(one, step, 0) for one in sequences]
+    if is_flat:
+        moved = np.split(np.roll(np.concatenate(sequences), step, 0), np.cumsum(lengths)[:-1])
+
+    def sets(parts: list[np.ndarray]) -> ExpertSets:
+        rows = np.stack(parts, 1).reshape(-1, 3, TOP_K) if width > 1 else np.concatenate(parts)
+        return replace(ExpertSets.of_experts(rows, EXPERTS, np.ones(len(rows), bool)), width=width)
+
+    (cause,) = compare_routes([sets(moved)], [sets(sequences)], LAYERS).causes
+    late = unit.format("s" * (abs(step) > 1), "late" if step > 0 else "early")
+    assert cause.kind == "shifted"
+    assert cause.text.endswith(f": rows stand {abs(step)} {late}")
 
 
 @pytest.mark.parametrize("width", [2, 3, 15, 30])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import MICROS, T, World, each_in_turn, joint_backward
+from corpus import MICROS, B, S, T, World, each_in_turn, joint_backward
 from fifo_replay import FifoReplay, install
 from matrix_world import Variant, build_alone, build_bare
 from torch.utils.checkpoint import checkpoint
@@ -100,6 +100,21 @@ def test_rows_that_are_not_present_are_not_compared(filled: World) -> None:
     nothing = watch.report([MicroRoutes(routes, torch.zeros(T, dtype=torch.bool)) for routes in filled.routes])
     assert not nothing.is_right
     assert "no row was compared" in str(nothing)
+
+
+@pytest.mark.parametrize("step", [-2, -1, 1, 2])
+def test_a_shift_of_the_sequences_of_a_batch_is_told_in_tokens(filled: World, step: int) -> None:
+    """Hidden states are [s, b, h]: a token later is b rows later. The queue has the routes of [b, s], shifted."""
+    whole = [routes.unflatten(0, (S, B)).transpose(0, 1) for routes in filled.routes]  # [b, s, L, K]
+    with RoutingWatch([filled.model]) as watch:
+        FifoReplay.clear()
+        install(filled.model)
+        queue = [watch.rows(routes.roll(step, 1)).experts for routes in whole]
+        FifoReplay.fill([[routes[:, layer] for routes in queue] for layer in range(4)])
+        each_in_turn(filled)
+    causes = watch.report([watch.rows(routes) for routes in whole]).causes
+    late = f"{abs(step)} token{'s' * (abs(step) > 1)} too {'late' if step > 0 else 'early'} in each of {B} sequences"
+    assert [cause.text.partition("stand ")[2] for cause in causes if cause.kind == "shifted"] == [late] * MICROS
 
 
 def test_recomputations_find_their_pass_in_any_order(filled: World) -> None:

@@ -9,7 +9,7 @@ from megarl.config.tables.base import Row, Table
 from megarl.config.tables.train import DecayStyle, Schedule
 from megarl.core.choices.stopping import POSITIVE
 
-FILES = (".jsonl", ".parquet")
+FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 """Endings of prompt files; other names are folders or data sets of the hub."""
 
 
@@ -17,7 +17,7 @@ class DataConfig(Table):
     """[data]: prompts and answers."""
 
     train: str = Field(min_length=1)
-    """JSONL, JSON or Parquet file, or the name of a data set on the Hugging Face hub."""
+    """JSONL, JSON, Parquet, CSV or TSV file, or the name of a data set on the Hugging Face hub."""
     heldout: str | None = None
     """Held-out prompts, in the form of train; required if eval.every > 0."""
     prompt_field: str = "prompt"
@@ -97,7 +97,7 @@ class SftConfig(Schedule):
     response are the keys of RL."""
 
     data: str = Field(min_length=1)
-    """JSONL file of demonstrations; a demonstration longer than RL could sample is an error."""
+    """File of demonstrations, in the forms of data.train; a demonstration longer than RL could sample is an error."""
     out: str | None = None
     """Folder for the trained Hugging Face checkpoint; default <run.dir>/sft."""
     steps: PositiveInt
@@ -110,3 +110,6 @@ class SftConfig(Schedule):
     """Field that holds the prompt."""
     response_field: str = "response"
     """Field that holds the response to learn."""
+    messages_field: str = "messages"
+    """Field of a chat, in records without the field of the prompt: the assistant's messages are learned; see
+    docs/data.md."""

@@ -89,7 +89,7 @@ class SamplingConfig(Table):
             return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
         keep = self.subsample or "balance"
         if self.rule not in get_args(Rule):
-            function = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
+            function = load_plug("rule", self.rule, get_args(Rule))
             check_function("rule", self.rule, function, "asked, positives, negatives")
             return Own(function, self.max_samples, self.train_size, keep, threshold)
         assert self.rule == "uniform", "counts of the other rules are made for each step"

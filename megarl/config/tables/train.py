@@ -77,7 +77,7 @@ class TrainConfig(Table):
         """The Objective or function named by ``objective``."""
         if self.objective in OBJECTIVES:
             return OBJECTIVES[self.objective]
-        return load_plug("objective", self.objective, f"one of {', '.join(OBJECTIVES)}")
+        return load_plug("objective", self.objective, OBJECTIVES)
 
     @property
     def resolved_objective(self) -> Objective:

@@ -44,6 +44,8 @@ class Data:
     """Share of prompts that go to heldout.jsonl, chosen by a hash of the prompt."""
     overwrite: bool = False
     """Replace the files of an earlier call."""
+    json: bool = False
+    """Print counts and files as JSON: docs/commands.md."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.data.prepare.prepare import prepare_and_show

@@ -7,15 +7,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.command import show
 from megarl.config.tables.data import DataConfig
 from megarl.data.prepare.command import Data
 from megarl.data.prompts import PromptReader, Text, answer_text, check_messages
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ConfigError, DataError, printable, refusal
+from megarl.errors import ConfigError, DataError, refusal
 from megarl.files.outputs import require_own_files
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
+_COUNTED = ("read", "train", "heldout", "no prompt", "no answer", "duplicates", "other answers", "too long")
 
 
 def prepare(data: Data) -> Counter[str]:
@@ -164,9 +166,16 @@ def prepare_and_show(command: Data) -> None:
     written = {key: command.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
     lines = [f"{command.source}: read {counts['read']}; {describe_left_out(counts)}"]
     lines += [f"{path}: {counts[key]} prompts" for key, path in written.items()]
+    unreadable: list[str] = []
     try:
-        lines += [*count_unreadable(written.values())]
+        unreadable = [*count_unreadable(written.values())]
     except ModuleNotFoundError as error:
         lines.append(refusal("answers_unread", package=error.name))
+    lines += unreadable
     lines += ["[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
-    print(*map(printable, lines), f"max_prompt_tokens = {command.max_prompt_tokens}", sep="\n")
+    lines += [f"max_prompt_tokens = {command.max_prompt_tokens}"]
+    show(
+        "\n".join(lines),
+        {"counts": {**dict.fromkeys(_COUNTED, 0), **counts}, "files": written, "unreadable": unreadable},
+        command.json,
+    )

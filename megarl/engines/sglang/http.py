@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from megarl.errors import ConfigError, DataError, RolloutError, reworded
+from megarl.errors import ConfigError, DataError, RolloutError, describe, reworded
 from megarl.files.foreign_json import UNPACKED, join_body, parse_json, read_body
 
 MAX_BYTES = 64 << 20
@@ -48,7 +48,9 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
     """Return the "version" and the arguments of a running server; RolloutError if the server does not answer."""
     kinds = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError)
-    with reworded(kinds, RolloutError, f"no SGLang server answers at {url} (", "); start it, or correct the URL", repr):
+    with reworded(
+        kinds, RolloutError, f"no SGLang server answers at {url} (", "); start it, or correct the URL", describe
+    ):
         with httpx.Client(headers=authorization(api_key), trust_env=False) as http:
             answer = request(http, "GET", f"{url}/server_info", None, timeout_s)
         info = read_object(answer.raise_for_status())

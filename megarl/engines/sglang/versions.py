@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.trust import find_stranger, safe_environment
 from megarl.core.fp8_names import BLOCK
-from megarl.errors import ConfigError, RolloutError, refusal, reworded
+from megarl.errors import ConfigError, RolloutError, reason_of, refusal, reworded
 from megarl.files.hf_config import find_quantization
 from megarl.files.texts import read_table
 from megarl.models.hf_folder import read_json
@@ -155,12 +155,12 @@ def installed_release(python: Path) -> str:
     """Returns the release of SGLang in an interpreter's environment; ConfigError without interpreter or SGLang."""
     require_own(python)
     words = [str(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
-    hint = "): set sglang.python to that of SGLang's environment (docs/sglang.md)"
-    with reworded((OSError, subprocess.TimeoutExpired), ConfigError, f"found no Python for SGLang at {python} (", hint):
+    prefix, hint = f"found no Python for SGLang at {python} (", "): set sglang.python (docs/sglang.md)"
+    with reworded((OSError, subprocess.TimeoutExpired), ConfigError, prefix, hint, reason_of):
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, env=safe_environment())
     if answer.returncode != 0:
         message = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"{python} has no SGLang ({message}): pip install sglang=={dotted(NEWEST)} there")
+        raise ConfigError(f"{python} has no SGLang ({message}), expected {dotted(NEWEST)}")
     return answer.stdout.strip()
 
 

@@ -43,8 +43,10 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
     failed = {check.name for check in of_inputs if check.status == "failed"}
     checks = [*machine.check_machine(config, releases, failed), *of_inputs]
     checks += [Finding("configuration", "warning", warning) for warning in config.warnings]
-    if config.rollout.engine_kind.server and releases["httpx"] and releases["aiohttp"]:
+    failed = {check.name for check in checks if check.status == "failed"}
+    if config.rollout.engine_kind.server and not failed & {"httpx", "aiohttp", "sglang", "sglang.api_key_env"}:
         from megarl.engines.sglang.server import examine as examine_servers  # needs httpx and aiohttp
 
+        checks = [check for check in checks if check.name != "sglang"]  # which the servers' checks say again
         checks += [Finding(f"server {place}", status, text) for place, status, text in examine_servers(config)]
     return Diagnosis(str(path), checks, releases)

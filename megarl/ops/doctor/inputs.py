@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.data.records import get_field, read_records
-from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError
+from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError, reason_of
 from megarl.files.foreign_json import read_object
 from megarl.files.hf_config import MoeShape
 from megarl.files.writing import model_files
@@ -87,14 +87,17 @@ def _check_data(config: Config) -> Iterator[Finding]:
     if data.heldout is not None:
         yield _check_source("data.heldout", data.heldout, data.resolved_heldout_split, fields)
     if sft is not None:
-        yield _check_source("sft.data", sft.data, None, (sft.prompt_field, sft.response_field))
+        fields = (sft.prompt_field, sft.response_field)
+        yield _check_source("sft.data", sft.data, None, fields, sft.messages_field)
     for name, source in config.eval.sets.items():
         if source.endswith(FILES):
             yield _check_source(f"eval.sets.{name}", source, None, ())
 
 
-def _check_source(key: str, source: str, split: str | None, fields: tuple[str, ...]) -> Finding:
-    """Read the first record of a file, and look for the fields."""
+def _check_source(
+    key: str, source: str, split: str | None, fields: tuple[str, ...], instead: str | None = None
+) -> Finding:
+    """Read the first record of a file, and look for the fields, or for ``instead`` where the first is absent."""
     path = Path(source)
     if path.is_dir():
         return find("data_folder", key=key, source=source)
@@ -102,6 +105,7 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
         return find("data_of_hub", key=key, source=source)
     try:
         place, record = next(read_records(source, split=split, limit=1))
+        fields = (instead,) if instead in record and fields[0] not in record else fields
         for field in fields:
             get_field(record, field, place)
     except ImportError as error:
@@ -113,7 +117,7 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
 
 def _check_reward(config: Config) -> Iterator[Finding]:
     try:
-        if ":" in config.reward.function:
+        if config.reward.function not in ("exact_match", "math_strict", "reward_model"):
             from megarl.data.judge import load_reward  # takes pebble
 
             with redirect_stdout(sys.stderr):  # the report has stdout for itself
@@ -173,7 +177,7 @@ def _check_urls(config: Config) -> Iterator[Finding]:
             socket.create_connection((address.hostname or "", port), _WAIT_S).close()
             yield find("reward_server", url=url)
         except (OSError, ValueError) as error:
-            yield find("no_reward_server", url=url, error=error)
+            yield find("no_reward_server", url=url, error=reason_of(error))
 
 
 def _check_launch(config: Config) -> Iterator[Finding]:

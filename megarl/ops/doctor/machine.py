@@ -102,15 +102,13 @@ def _check_te(release: str | None, facts: dict[str, Any]) -> Finding:
 
 
 def _check_sglang(config: Config | None, release: str | None) -> Finding:
-    """Find SGLang in the environment of sglang.python; ``_check_servers`` judges the servers."""
+    """Find SGLang in the environment of sglang.python."""
     python = Path((config.sglang if config else SGLangConfig()).python)
     try:
         return Finding("sglang", "ok", f"{installed_release(python)} in {python}")
     except ConfigError as error:
         problem = f"{release} in this environment; {error}" if release else str(error)
-    advice_gpu = f"make a venv of its own, there `pip install 'sglang=={dotted(NEWEST)}'`, and set sglang.python"
-    advice = advice_gpu if has_gpu() else f"on a CPU run `make sglang-cpu`; on GPUs {advice_gpu}"
-    return Finding("sglang", "ok" if config is None else "failed", problem, advice=f"{advice} (docs/sglang.md)")
+    return find("no_sglang" if config else "unneeded_sglang", problem=problem, newest=dotted(NEWEST))
 
 
 def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
@@ -122,7 +120,7 @@ def _check_bubblewrap(*, is_needed: bool) -> list[Finding]:
     except ImportError:  # psutil, which is named as missing
         return []
     except MegarlError as error:
-        return [Finding("bubblewrap", "failed" if is_needed else "ok", f"the Python tool cannot run: {error}")]
+        return [Finding("bubblewrap", "failed" if is_needed else "optional", f"the Python tool cannot run: {error}")]
 
 
 Attempt = Callable[[], object]

@@ -9,13 +9,14 @@ from megarl.errors import printable
 from megarl.files.texts import read_table
 from megarl.text_table import text_table
 
-Status = Literal["ok", "warning", "failed"]
+Status = Literal["ok", "optional", "warning", "failed"]
 _TEXTS = read_table(__file__, "findings.toml")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A need or option of a run. "failed": a run would not work; "warning": a run may not work."""
+    """A need or option of a run. "failed": a run would not work; "warning": a run may not work; "optional": absent, and
+    not needed here."""
 
     name: str
     """A key of the configuration, or the name of a package or program."""
@@ -53,7 +54,8 @@ class Diagnosis:
         lines = [f"ready {subject}" if self.ready else f"not ready {subject}: {names}"]
         for status, begin in (("failed", "- "), ("warning", "- warning: ")):
             lines += [f"{begin}{check.name}: {check.says()}" for check in self.checks if check.status == status]
-        checks = [(check.status, check.name, check.says()) for check in self.checks]
+        rest = (check for check in self.checks if check.status in ("ok", "optional"))
+        checks = [(check.status, check.name, check.says()) for check in rest]
         return printable("\n".join([*lines, "", text_table(checks, ("", "what", "found"))]))
 
     def to_json(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.command import show
 from megarl.errors import MegarlError, refusal
 from megarl.files.shipped import shipped_folder
 from megarl.files.texts import read_table
@@ -215,19 +216,16 @@ def _stage(change: FileState, old: Path, new: Path) -> None:
         os.chown(new, owner.st_uid, owner.st_gid)
 
 
-def run(command: str, target: Path | None, version: str | None) -> None:
+def run(command: str, target: Path | None, version: str | None, as_json: bool = False) -> None:
     """Run one command, a key of ``WORDS``, and print the state of each file. PatchError if the command is refused.
 
-    version: take the patch of this release.
+    version: take the patch of this release. as_json: print JSON.
     """
     try:
         root = (target or find_installed()).resolve()
         core = read_version(root)
         choice = choose(root, core, version)
-        if choice is None:
-            print(f"megatron-core {core} in {root}: has the hook and needs no patch")
-            return
-        release, states = choice
+        release, states = choice or (None, [])
         unfit = _unfit(states)
         if command in ("check", "apply") and not unfit and not has_hook(root, states):
             raise PatchError(refusal("patch_without_hook", release=release, core=core, root=root))
@@ -235,10 +233,15 @@ def run(command: str, target: Path | None, version: str | None) -> None:
         if changes and not unfit:
             # moe_utils.py first: a patched router would pass the hook to a function without the argument.
             replace_files(root, changes if command == "apply" else changes[::-1])
-        print(f"megatron-core {core} in {root}: {release}.patch")
-        for state in states:
-            word = "not changed" if unfit and state in changes else WORDS[command][state.state]
-            print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
+        words = ["not changed" if unfit and s in changes else WORDS[command][s.state] for s in states]
+        files = [
+            {"name": state.name, "state": state.state, "result": word, "notes": state.notes}
+            for state, word in zip(states, words, strict=True)
+        ]
+        lines = ["\n    ".join([f"  {file['name']}: {file['result']}", *file["notes"]]) for file in files]
+        patch = f"{release}.patch" if release else "has the hook and needs no patch"
+        facts = {"version": core, "target": root, "patch": release, "files": files}
+        show("\n".join([f"megatron-core {core} in {root}: {patch}", *lines]), facts, as_json)
         if unfit and command != "status":
             raise PatchError(f"{unfit[0].notes[0]}; nothing was changed")
     except OSError as error:

@@ -1,19 +1,21 @@
 """``megarl trace inspect | diff``: show the content of a file of routing traces, and the difference of two files."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from megarl.errors import TraceError, printable
+from megarl.config.command import show
+from megarl.errors import TraceError
 from megarl.routes import Disagreement, common_rows, shared_experts
 from megarl.routes.trace_file import TracedSequence, common_names, read_traces, require_same_tokens
 from megarl.run.status import name_ranges
 from megarl.text_table import text_table
 
 
-def inspect(path: Path) -> None:
-    """Print what the file holds. Decodes every sequence; TraceError for a damaged sequence."""
+def inspect(path: Path, as_json: bool = False) -> None:
+    """Print what the file holds, as text or JSON. Decodes every sequence; TraceError for a damaged sequence."""
     file = read_traces(path)
     info = file.info
     missing = sum(sequence.trace.num_missing for sequence in file)
@@ -27,11 +29,13 @@ def inspect(path: Path) -> None:
         "tokens": f"{file.num_tokens:,}" + (f", longest sequence {file.lengths.max():,}" if len(file) else ""),
         "missing rows": f"{missing:,}" + (f" ({missing / file.num_tokens:.2%})" if file.num_tokens else ""),
     }
-    _print(str(path), [*rows.items()], ("", "value"))
+    facts = {**asdict(info), "weight_versions": file.weight_versions, "columns": file.columns, "missing_rows": missing}
+    facts |= {"sequences": len(file), "tokens": file.num_tokens}
+    show(_describe(str(path), [*rows.items()], ("", "value")), facts, as_json)
 
 
-def diff(first: Path, second: Path) -> None:
-    """Print how far two files agree, by layer, over the sequences of one name.
+def diff(first: Path, second: Path, as_json: bool = False) -> None:
+    """Print, as text or JSON, how far two files agree, by layer, over the sequences of one name.
 
     TraceError if the models' shapes, or the tokens of one name, differ.
     """
@@ -54,7 +58,9 @@ def diff(first: Path, second: Path) -> None:
     one, other = (file.info.model for file in (a, b))
     if one != other:
         notes.insert(0, f"The models differ: {one} against {other}.")
-    _print(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes)
+    facts = {"layers": a.info.layers, "flip": total.flip, "overlap": total.overlap, "tokens": total.num_tokens}
+    facts |= {"layer_flip": total.per_layer_flip.tolist(), "layer_overlap": overlap.tolist(), "sequences": len(names)}
+    show(_describe(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes), facts, as_json)
 
 
 def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
@@ -65,7 +71,7 @@ def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
     return shared_experts(a.trace.experts[rows], b.trace.experts[rows]).astype(np.uint16)
 
 
-def _print(title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str) -> None:
-    """Print a table with title and notes; without a first heading it has names and values."""
+def _describe(title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str) -> str:
+    """Return a table with title and notes; without a first heading it has names and values."""
     table = text_table(rows, headings, words=0) if headings[0] else text_table(rows)
-    print(printable(title), "", table, "", *map(printable, notes), sep="\n")
+    return "\n".join([title, "", table, "", *notes])

@@ -263,7 +263,7 @@ def make_environment(config: EnvironmentConfig, chat: ChatTemplate | None = None
         marks = config.call_open, config.call_close
         form = Hermes(**template) if config.format == "hermes" else Block(*marks, **template)
         return ToolEnvironment([_tool(name, config) for name in config.tools], form)
-    factory = load_plug("environment.function", config.function, "tools")
+    factory = load_plug("environment.function", config.function, ["tools"])
     if iscoroutinefunction(factory):
         parameters = ", ".join(["*", *config.options, "prompt", "base_url", "api_key", "seed"])
         check_function("environment.function", config.function, factory, parameters)
@@ -313,7 +313,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
         limits = Limits(config.python_s, max(1, round(config.python_s)), num_processes=config.python_processes)
         sizes = {"memory_bytes": config.python_memory_mb << 20, "output_bytes": config.python_output_kb << 10}
         return PythonTool(replace(limits, **sizes))
-    tool: Tool = call_own("environment.tools", load_plug("environment.tools", name, "calculator, python"))
+    tool: Tool = call_own("environment.tools", load_plug("environment.tools", name, ["calculator", "python"]))
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
     return tool
