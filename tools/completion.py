@@ -1,7 +1,7 @@
 """Writes launch/completion.sh: completion of `megarl` for bash and zsh, from the commands and the configuration's keys.
 
-    python tools/completion.py          # writes the file
-    python tools/completion.py --check  # exit code 1 if it is not current
+python tools/completion.py          # writes the file
+python tools/completion.py --check  # exit code 1 if it is not current
 """
 
 import sys
@@ -91,7 +91,9 @@ def cases() -> dict[str, list[str]]:
     keys = {f"--{key}": info for key, info in config_file.keys().items() if not key.endswith(".*")}
     for name, command in COMMANDS.items():
         fields: dict[str, Any] = command.__pydantic_fields__  # type: ignore[attr-defined]
-        flags = {f"--{field}".replace("_", "-"): info for field, info in fields.items() if POSITIONAL not in info.metadata}
+        flags = {
+            f"--{field}".replace("_", "-"): info for field, info in fields.items() if POSITIONAL not in info.metadata
+        }
         positional = [info for info in fields.values() if POSITIONAL in info.metadata]
         takes_keys = issubclass(command, OnConfiguration) or getattr(command, "takes_keys", False) or name == "doctor"
         words[f"{name} --"] = [*flags, "--help"]
@@ -101,7 +103,7 @@ def cases() -> dict[str, list[str]]:
             words[f"{name} {flag}"] = [] if info.annotation is bool else choices_of(info.annotation)
     words |= {flag: choices_of(info.annotation) for flag, info in keys.items()}
     words |= {"keys": [*keys], "--train.objective": [*OBJECTIVES], "--rollout.engine": [*ENGINES]}
-    words |= dict.fromkeys(("recipes copy", "recipes path"), [*shipped.list_recipes()])
+    words |= {place: [*shipped.list_recipes()] for place in ("recipes copy", "recipes path")}
     return {place: [word for word in listed if word != "none" or len(listed) > 1] for place, listed in words.items()}
 
 

@@ -257,7 +257,9 @@ def _describe_fault(path: Path, error: Exception) -> str:
         return reason_of(error)
     with path.open("rb") as file:
         begin = file.read(512)
-    return f"text, begins with {begin[:20]!r}" if begin and b"\0" not in begin else str(error) if begin else "it is empty"
+    return (
+        f"text, begins with {begin[:20]!r}" if begin and b"\0" not in begin else str(error) if begin else "it is empty"
+    )
 
 
 def load_tensors(
