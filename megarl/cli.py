@@ -75,7 +75,6 @@ def parse_command(arguments: list[str]) -> Command:
     if first not in COMMANDS and not first.startswith("-"):
         hint = _INSTEAD.get(first) or one_of(first, COMMANDS)
         raise ConfigError(f"found {f'the command {first!r}' if first else 'no command'}; {hint}")
-    reads_keys = issubclass(COMMANDS.get(first, object), OnConfiguration)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would not name the command
         prog, flag = f"megarl {first}" if first in COMMANDS else "megarl", unknown[0].partition("=")[0]
@@ -84,8 +83,8 @@ def parse_command(arguments: list[str]) -> Command:
         keys = config_file.keys() if reads_keys else ()
         meant = [f"--{key}" for key in keys if f"--{key.rpartition('.')[2]}" == flag]
         flags = [_flag(name) for name in getattr(COMMANDS.get(first), "__pydantic_fields__", ())]
-        see = f"see {prog} --help"
-        hint = f"did you mean {' or '.join(meant)}?" if meant else did_you_mean(flag, flags, see)
+        hint = did_you_mean(flag, flags, f"see {prog} --help")
+        hint = f"did you mean {' or '.join(meant)}?" if meant else hint
         raise ConfigError(f"{prog}: unrecognized arguments: {' '.join(unknown)}; {hint}")
     values = vars(parsed)
     command = COMMANDS[values.pop("command")]
@@ -101,8 +100,8 @@ def _describe_problem(wrong: Any, command: type[Any]) -> str:
     field: FieldInfo = command.__pydantic_fields__[name]
     flag = name.upper() if POSITIONAL in field.metadata else _flag(name)
     if wrong["type"] in ("missing", "too_long"):  # of an argument with several values
-        found, num = " ".join(wrong["input"]), len(get_args(field.annotation))
-        return f"{flag}: found {found!r}, expected {num} values, such as {_words(field.default)}"
+        values, num = " ".join(wrong["input"]), len(get_args(field.annotation))
+        return f"{flag}: found {values!r}, expected {num} values, such as {_words(field.default)}"
     return f"{flag}: found {wrong['input']!r}, {config_file.expectation(wrong)}"
 
 

@@ -104,7 +104,7 @@ train run.toml --train.replay r4 | --train.replay: found 'r4', expected none, r2
 train run.toml --train.objective grop | train.objective: found 'grop', did you mean grpo?
 train run.toml --train.objective DAPO | train.objective: found 'DAPO', did you mean dapo?
 train run.toml --train.objective zzz | train.objective: found 'zzz', expected minirl, minirl_length_norm,
-train run.toml --rollout.engine sglng | rollout.engine: found 'sglng', expected local, sglang or package.module:name; did you
+train run.toml --rollout.engine sglng | rollout.engine: found 'sglng', expected local, sglang or package.module:name;
 train run.toml --reward.function math_strikt | did you mean math_strict?
 trace inspect run.toml | run.toml: not a readable safetensors file (text, begins with b'
 trace inspect task | (task is a folder, expected a regular file); expected routing traces, which a run

@@ -103,7 +103,7 @@ def cases() -> dict[str, list[str]]:
             words[f"{name} {flag}"] = [] if info.annotation is bool else choices_of(info.annotation)
     words |= {flag: choices_of(info.annotation) for flag, info in keys.items()}
     words |= {"keys": [*keys], "--train.objective": [*OBJECTIVES], "--rollout.engine": [*ENGINES]}
-    words |= dict.fromkeys(("recipes copy", "recipes path"), [*shipped.list_recipes()])
+    words |= {place: [*shipped.list_recipes()] for place in ("recipes copy", "recipes path")}
     return {place: [word for word in listed if word != "none" or len(listed) > 1] for place, listed in words.items()}
 
 

@@ -246,14 +246,20 @@ class PromptReader:
         for number, turn in enumerate(chat):
             if turn["role"] != "assistant":
                 continue
-            asked, bare = chat[:number], {**turn, "tool_calls": []}
-            before = self._chat.apply(asked, place, tools=tools)
-            after, without_calls = (
-                self._chat.apply([*asked, end], place, tools=tools, add_generation_prompt=False) for end in (turn, bare)
+            asked, bare, whole = (
+                chat[:number],
+                {**turn, "tool_calls": []},
+                {"tools": tools, "add_generation_prompt": False},
             )
-            if not after.startswith(before) or (turn.get("tool_calls") and after == without_calls):
-                text = "template_of_turn" if not after.startswith(before) else "calls_left_out"
-                raise DataError(refusal(text, place=place, number=number, field=field, end=before[-40:]))
+            before, after = (
+                self._chat.apply(asked, place, tools=tools),
+                self._chat.apply([*asked, turn], place, **whole),
+            )
+            facts = {"place": place, "number": number, "field": field, "end": before[-40:]}
+            if not after.startswith(before):
+                raise DataError(refusal("template_of_turn", **facts))
+            if turn.get("tool_calls") and after == self._chat.apply([*asked, bare], place, **whole):
+                raise DataError(refusal("calls_left_out", **facts))
             if not before.startswith(done):
                 yield pairs
                 pairs, done = [], ""

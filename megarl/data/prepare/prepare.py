@@ -174,8 +174,5 @@ def prepare_and_show(command: Data) -> None:
     lines += unreadable
     lines += ["[data]", *(f"{key} = {json.dumps(str(path))}" for key, path in written.items())]
     lines += [f"max_prompt_tokens = {command.max_prompt_tokens}"]
-    show(
-        "\n".join(lines),
-        {"counts": {**dict.fromkeys(_COUNTED, 0), **counts}, "files": written, "unreadable": unreadable},
-        command.json,
-    )
+    all_counts = {**dict.fromkeys(_COUNTED, 0), **counts}
+    show("\n".join(lines), {"counts": all_counts, "files": written, "unreadable": unreadable}, command.json)

@@ -48,9 +48,8 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
     """Return the "version" and the arguments of a running server; RolloutError if the server does not answer."""
     kinds = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError)
-    with reworded(
-        kinds, RolloutError, f"no SGLang server answers at {url} (", "); start it, or correct the URL", describe
-    ):
+    prefix, advice = f"no SGLang server answers at {url} (", "); start it, or correct the URL"
+    with reworded(kinds, RolloutError, prefix, advice, describe):
         with httpx.Client(headers=authorization(api_key), trust_env=False) as http:
             answer = request(http, "GET", f"{url}/server_info", None, timeout_s)
         info = read_object(answer.raise_for_status())
