@@ -13,7 +13,6 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +101,13 @@ class PeerError(MegarlError, RuntimeError):
     second_hand = True
 
 
-@cache
-def _read_texts() -> dict[str, str]:
-    return tomllib.loads((Path(__file__).parent / "files" / "refusals.toml").read_text("utf-8"))
+# Read at the start: an error may be that no file can be opened.
+_TEXTS: dict[str, str] = tomllib.loads((Path(__file__).parent / "files" / "refusals.toml").read_text("utf-8"))
 
 
 def refusal(name: str, /, **facts: object) -> str:
     """Return the text of this name in files/refusals.toml, with ``facts`` in it."""
-    return _read_texts()[name].format(**facts)
+    return _TEXTS[name].format(**facts)
 
 
 def printable(text: str) -> str:
