@@ -80,7 +80,7 @@ def parse_command(arguments: list[str]) -> Command:
         prog, flag = f"megarl {first}" if first in COMMANDS else "megarl", unknown[0].partition("=")[0]
         if first == "launch" and not flag.startswith("-"):
             raise ConfigError(refusal("launch_of", word=next(w for w in arguments[1:] if not w.startswith("-"))))
-        keys = config_file.keys() if reads_keys else ()
+        keys = config_file.keys() if issubclass(COMMANDS.get(first, object), OnConfiguration) else ()
         meant = [f"--{key}" for key in keys if f"--{key.rpartition('.')[2]}" == flag]
         flags = [_flag(name) for name in getattr(COMMANDS.get(first), "__pydantic_fields__", ())]
         hint = did_you_mean(flag, flags, f"see {prog} --help")
