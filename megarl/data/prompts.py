@@ -4,6 +4,8 @@ Plain text is tokenized with the tokenizer's special tokens. Chat messages, and 
 pass through the tokenizer's chat template, which adds the special tokens.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -255,9 +257,9 @@ class PromptReader:
                 self._chat.apply(asked, place, tools=tools),
                 self._chat.apply([*asked, turn], place, **whole),
             )
-            facts = {"place": place, "number": number, "field": field, "end": before[-40:]}
+            facts = {"place": place, "number": number, "field": field}
             if not after.startswith(before):
-                raise DataError(refusal("template_of_turn", **facts))
+                raise DataError(refusal("template_of_turn", **facts, end=before[-40:]))
             if turn.get("tool_calls") and after == self._chat.apply([*asked, bare], place, **whole):
                 raise DataError(refusal("calls_left_out", **facts))
             if not before.startswith(done):
