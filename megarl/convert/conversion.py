@@ -18,7 +18,7 @@ from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, refusal, some
+from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, refusal, refuse_if, some
 from megarl.files.hf_config import family_entry
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
@@ -66,8 +66,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     """
     source = megatron_files.torch_dist_folder(source)
     model = model or source / HF_FOLDER
-    if not (model / "config.json").is_file():
-        raise ConfigError(refusal("no_config_of_megatron", model=model))
+    refuse_if(not (model / "config.json").is_file(), ConfigError, "no_config_of_megatron", model=model)
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
@@ -164,14 +163,12 @@ def convert(source: Path, out: Path, model: Path | None, options: Options) -> No
 
     ConfigError for a source that is no checkpoint.
     """
-    if not source.exists():
-        raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
+    refuse_if(not source.exists(), ConfigError, "no_source", source=source)
     checkpoint = megatron_files.torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
         result = to_hf(checkpoint, out, model, options)
     elif os.path.lexists(source / "config.json"):
-        if model is not None:
-            raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
+        refuse_if(model is not None, ConfigError, "model_of_hf_source")
         result = to_megatron(source, out, options)
     else:
         raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")

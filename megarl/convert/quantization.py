@@ -23,7 +23,7 @@ from rich.filesize import decimal
 
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
 from megarl.core.fp8 import SCALE, fp8_config, grid_of, is_fp8_weight, quantize_fp8
-from megarl.errors import ConfigError, NumericsError, refusal, some
+from megarl.errors import ConfigError, NumericsError, refusal, refuse_if, some
 from megarl.files.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint, copy_model_files, pack_shards
 from megarl.models.hf_folder import read_json
@@ -48,8 +48,7 @@ def select_tensors(
     weights that cannot be quantised, and for names that engines would confuse.
     """
     quantized = {name for name, tensor in tensors.items() if tensor.dim() == 2 and is_fp8_weight(name)} - {*beside}
-    if not quantized:
-        raise ConfigError("no linear weight is left to be quantised: the model has none")
+    refuse_if(not quantized, ConfigError, "nothing_to_quantise")
     if integers := [f"{name} ({t.dtype})" for name, t in tensors.items() if name in quantized and t.dtype not in _HIGH]:
         raise ConfigError(f"{some(integers)} are quantised already, expected weights in high precision")
     if fused := [name for name, tensor in tensors.items() if tensor.dim() > 2 and _EXPERTS.match(name)]:

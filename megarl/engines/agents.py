@@ -29,7 +29,7 @@ from megarl.data.tokenizer import step_tokens
 from megarl.engines.player import Agent, EpisodeError, EpisodeResult, Player, encode_text, foreign_code, sample_turn
 from megarl.engines.protocol import Session
 from megarl.engines.tools.environment import Hermes
-from megarl.errors import DataError, describe, refusal
+from megarl.errors import DataError, describe, refusal, refuse_if
 from megarl.files.foreign_json import parse_json
 from megarl.files.texts import read_table
 from megarl.routes.turns import cut
@@ -90,8 +90,7 @@ class Conversation:
             stop, max_tokens = body.get("stop") or [], body.get("max_completion_tokens") or body.get("max_tokens")
             body["stop"] = [stop] if isinstance(stop, str) else [*map(str, filter(None, stop))]
             longest = min(map(int, filter(None, (limits.turn_tokens, max_tokens, limits.response_tokens))))
-            if not text or longest < 1:
-                raise DataError("found no text, or max_tokens below 1")
+            refuse_if(not text or longest < 1, DataError, "empty_request")
         except (ArithmeticError, AttributeError, EpisodeError, LookupError, TypeError, ValueError) as error:
             raise DataError(f"the request cannot be read: {describe(error)}") from error
         if (earlier := self._sequences.get(start, EpisodeResult())).rollout is not None:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.errors import CheckpointError, ConfigError, DataError, refusal, reworded, some
+from megarl.errors import CheckpointError, ConfigError, DataError, refusal, refuse_if, reworded, some
 from megarl.files import hf_config
 from megarl.files.foreign_json import require_regular
 from megarl.files.writing import model_files
@@ -114,8 +114,7 @@ class HFCheckpoint:
 
         rows: of the first axis, read without the others.
         """
-        if name not in self._files:
-            raise CheckpointError(f"{self.path} holds no {name}")
+        refuse_if(name not in self._files, CheckpointError, "no_tensor", path=self.path, name=name)
         file = self._files[name]
         with reworded(_READ_ERRORS, CheckpointError, f"{file}: {name} cannot be read (", ")"):
             return self._handle(file).get_tensor(name) if rows is None else self._slice(name)[rows]
@@ -295,8 +294,7 @@ _BESIDE = "model-beside-text.safetensors"
 def _copy_beside_text(source: Path, target: Path) -> None:
     with HFCheckpoint(source) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.names_beside_text()}
-    if not tensors:
-        raise CheckpointError(refusal("text_alone", source=source))
+    refuse_if(not tensors, CheckpointError, "text_alone", source=source)
     save_tensors(tensors, target / _BESIDE)
     empty = {"metadata": {"total_size": 0}, "weight_map": {}}
     index = read_json(target / INDEX) if (target / INDEX).is_file() else empty

@@ -26,7 +26,7 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, refuse_if
 
 
 @dataclass
@@ -210,8 +210,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, own_eps: float | None = None, **_: Any
     ) -> None:
-        if config.normalization != "RMSNorm":
-            raise ConfigError(f"norm {config.normalization!r} needs Transformer Engine, expected 'RMSNorm'")
+        refuse_if(config.normalization != "RMSNorm", ConfigError, "norm_needs_te", config=config)
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self.is_centred = config.layernorm_zero_centered_gamma

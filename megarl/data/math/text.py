@@ -2,6 +2,7 @@
 
 import re
 
+from megarl.errors import refuse_if
 from megarl.files.texts import read_table
 
 _TABLES = read_table(__file__)
@@ -60,8 +61,7 @@ def clean(content: str) -> str:
     while inner := _WHOLE_BOX.fullmatch(content):
         content = inner[1]
     content = content.translate(_TRANSLATION)
-    if re.search(r"(?<!\\)%(?!\s*$)", content):
-        raise UnreadableError("a comment")
+    refuse_if(re.search(r"(?<!\\)%(?!\s*$)", content), UnreadableError, "comment_in_answer")
     content = re.sub(r"(?<!\\)%", r"\\%", content)
     content = _DOLLAR.sub(r"\\$" if len(_DOLLAR.findall(content)) == 1 else "", content)
     content = re.sub(r"^\s*\\[(\[]|\\[)\]]\s*$", "", content)

@@ -28,7 +28,7 @@ from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, OnFinish, Session, prompt_alone, run_session
 from megarl.engines.sglang.http import is_ready
-from megarl.errors import DataError, RequestError, RolloutError, TraceError, refusal, reworded
+from megarl.errors import DataError, RequestError, RolloutError, TraceError, refusal, refuse_if, reworded
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
 
 KEEP_CONNECTION_S = 3.0
@@ -130,8 +130,7 @@ class SGLangClient:
     ) -> None:
         """``headers`` go with every request, an API key among them. ``tell`` gets a line for the first
         event of a kind since the counts were cleared."""
-        if not urls:
-            raise RolloutError("there is no SGLang server to send requests to")
+        refuse_if(not urls, RolloutError, "no_server")
         self.urls, self.settings, self.tell = [*urls], settings, tell
         self.headers = UNPACKED | dict(headers)
         self.counts = Counter[str]()

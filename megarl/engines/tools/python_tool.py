@@ -16,7 +16,7 @@ import psutil
 
 from megarl.engines.tools.protocol import ToolExit, ToolResult
 from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox
-from megarl.errors import ConfigError, RolloutError, refusal
+from megarl.errors import ConfigError, RolloutError, refuse_if
 
 T = TypeVar("T")
 START_S = 5.0
@@ -169,8 +169,7 @@ def _try(sandbox: Sandbox) -> bool:
             limits_files = b"ready files" in status.read()
         with open(child.output_fd, "rb") as output:
             text = output.read().decode("utf-8", "replace")
-    if text != "42\n":
-        raise ConfigError(refusal("bubblewrap_fails", sandbox=sandbox, text=text.strip()[-500:]))
+    refuse_if(text != "42\n", ConfigError, "bubblewrap_fails", sandbox=sandbox, text=text.strip()[-500:])
     return limits_files
 
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import ConfigError, RolloutError, refusal, reworded
+from megarl.errors import ConfigError, RolloutError, refuse_if, reworded
 from megarl.files.texts import read_table
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
@@ -94,8 +94,7 @@ class Sandbox:
         self.limits = limits
         self.interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
         self.bwrap = shutil.which("bwrap") or ""
-        if not self.bwrap:
-            raise ConfigError(refusal("no_bubblewrap"))
+        refuse_if(not self.bwrap, ConfigError, "no_bubblewrap")
         self.readable = _find_prefixes(self.interpreter)
         """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
 
@@ -179,8 +178,7 @@ def _unused_uid() -> int:
     """Return a user id without processes, within the range of this user namespace. ConfigError for a short range."""
     rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(rows, key=lambda row: row[2])
-    if count < 1 << 15:
-        raise ConfigError(f"this container has only {count} user ids, expected 32768 or more: run it as another user")
+    refuse_if(count < 1 << 15, ConfigError, "few_user_ids", count=count)
     return first + count // 2 + secrets.randbelow(count // 2 - 2)
 
 

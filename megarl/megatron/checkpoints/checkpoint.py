@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.config import Config
-from megarl.errors import CheckpointError, DamageError, refusal
+from megarl.errors import CheckpointError, DamageError, refusal, refuse_if
 from megarl.files.pickles import require_plain
 from megarl.files.writing import sha256_of
 from megarl.megatron.checkpoints import state
@@ -68,8 +68,7 @@ def find_damage(path: Path, run: str = "") -> str | None:
 
 def require_intact(path: Path) -> None:
     """DamageError if a checkpoint is damaged; a collective call."""
-    if fault := find_damage(path):
-        raise DamageError(f"{fault}; the checkpoint is damaged, choose another one")
+    refuse_if(fault := find_damage(path), DamageError, "damaged_checkpoint", fault=fault)
 
 
 def load(path: Path, policy: Policy) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import MegarlError, refusal
+from megarl.errors import MegarlError, refusal, refuse_if
 from megarl.files.shipped import shipped_folder
 from megarl.files.texts import read_table
 
@@ -69,8 +69,7 @@ def find_installed() -> Path:
 def read_version(root: Path) -> str:
     """Return the version that a source tree states. PatchError if the tree contains no megatron/core."""
     info = root / "megatron" / "core" / "package_info.py"
-    if not info.is_file():
-        raise PatchError(f"{info} is missing: expected the folder that contains megatron/core")
+    refuse_if(not info.is_file(), PatchError, "no_megatron_core", info=info)
     pattern = r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w*)"
     fields = dict(re.findall(pattern, info.read_text(encoding="utf-8"), re.MULTILINE))
     return ".".join(fields.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")) + fields.get("PRE_RELEASE", "")
@@ -206,8 +205,7 @@ def replace_files(root: Path, changes: Sequence[FileState]) -> None:
 
 def _stage(change: FileState, old: Path, new: Path) -> None:
     shutil.copy2(change.file, old)
-    if old.read_bytes() != change.current:
-        raise PatchError(f"{change.file} has changed meanwhile; nothing was changed, try again")
+    refuse_if(old.read_bytes() != change.current, PatchError, "changed_meanwhile", change=change)
     new.write_bytes(change.result)
     shutil.copymode(old, new)  # with a new time stamp: Python compiles the file again
     if os.geteuid() == 0:
@@ -239,7 +237,6 @@ def run(command: str, target: Path | None, version: str | None) -> None:
         for state in states:
             word = "not changed" if unfit and state in changes else WORDS[command][state.state]
             print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
-        if unfit and command != "status":
-            raise PatchError(f"{unfit[0].notes[0]}; nothing was changed")
+        refuse_if(unfit and command != "status", PatchError, "unfit_file", unfit=unfit)
     except OSError as error:
         raise PatchError(f"cannot read {error.filename}: {error.strerror}; nothing was changed") from error
