@@ -18,7 +18,7 @@ from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, refusal, refuse_if, some
+from megarl.errors import CheckpointError, ConfigError, NumericsError, printable, refuse_if, some
 from megarl.files.hf_config import family_entry
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
@@ -90,8 +90,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
 
 def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
-    if len(dtypes) > 1:
-        raise CheckpointError(refusal("dtypes_of_parameter", path=hf.path, names=some(piece.hf), dtypes=dtypes))
+    refuse_if(len(dtypes) > 1, CheckpointError, "dtypes_of_parameter", hf=hf, names=some(piece.hf), dtypes=dtypes)
     (dtype,) = dtypes
 
     def make(first: int, rows: int) -> torch.Tensor:

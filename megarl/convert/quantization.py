@@ -77,7 +77,8 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     require_unchanged(source)
     tensors = {name: torch.empty(hf.shape(name), dtype=hf.dtype(name), device="meta") for name in hf.names()}
     quantized, config = select_tensors(tensors, options.block, hf.names_beside_text())
-    sizes = [_num_bytes(t, options.block) if name in quantized else t.nbytes for name, t in tensors.items()]
+    scales = {name: math.prod(grid_of(tensors[name].shape, options.block)) for name in quantized}
+    sizes = [t.numel() + 4 * scales[name] if name in quantized else t.nbytes for name, t in tensors.items()]
     shards = pack_shards([*tensors], sizes, options.shard_bytes)
 
     def encode(name: str) -> dict[str, torch.Tensor]:
@@ -101,8 +102,3 @@ def quantize(source: Path, out: Path, options: Options) -> None:
     before, (rows, columns) = sum(tensor.nbytes for tensor in tensors.values()), options.block
     print(f"{out}: {len(quantized)} of {len(tensors)} tensors in FP8, blocks of {rows} x {columns};", end=" ")
     print(f"{decimal(before)} -> {decimal(sum(sizes))}, {len(shards)} files; verified")
-
-
-def _num_bytes(tensor: torch.Tensor, block: tuple[int, int]) -> int:
-    """Return the bytes of a matrix in FP8 with its scales."""
-    return tensor.numel() + torch.float32.itemsize * math.prod(grid_of(tensor.shape, block))

@@ -102,8 +102,7 @@ class RewardModel:
             is_final = 400 <= status < 500 and status not in (408, 429)
             raise RolloutError(f"reward model: {url}: {answer}") if is_final else ValueError(answer)
         rows = check_types(_ANSWER, parse_json(data, place, MAX_BYTES), place)
-        if len(rows) != 1 or rows[0].meta_info.get("id") not in (None, rid):
-            raise ValueError("an answer to another request")
+        refuse_if(len(rows) != 1 or rows[0].meta_info.get("id") not in (None, rid), ValueError, "other_request")
         refuse_if(len(scores := rows[0].embedding) != 1, ConfigError, "several_scores", place=place, num=len(scores))
         if scores[0] is None or not math.isfinite(scores[0]):
             raise RolloutError(f"reward model: {url} gave {scores[0]}")

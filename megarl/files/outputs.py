@@ -18,7 +18,7 @@ from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megarl.errors import ConfigError, refusal, refuse_if, some
+from megarl.errors import ConfigError, refusal, refuse_if, reworded, some
 from megarl.files.writing import exchange, model_files, read_record, sha256_of, sync, sync_all, write_atomically
 
 MARK, FILES = ".megarl.json", ".megarl-files.json"
@@ -180,10 +180,9 @@ def _is_own_file(path: Path) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it. ConfigError if a file is in the way."""
-    try:
+    kinds, problem = (FileExistsError, NotADirectoryError), ": found a file, expected a folder or nothing"
+    with reworded(kinds, ConfigError, suffix=problem, tell=lambda error: error.filename):
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
 
 
 def write_output(path: Path, data: bytes) -> None:

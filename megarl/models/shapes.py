@@ -218,9 +218,9 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     experts = _experts(hf, traits)
     shared = hf.get("n_shared_experts") or hf.get("num_shared_experts") or 0
     per_group, odd = divmod(experts["num_moe_experts"], groups)
-    if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
-        facts = {"groups": groups, "chosen": topk_groups, "experts": experts["num_moe_experts"], "topk": topk}
-        raise ConfigError(refusal("expert_groups", **facts))
+    facts = {"groups": groups, "chosen": topk_groups, "experts": experts["num_moe_experts"], "topk": topk}
+    is_uneven = groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk)
+    refuse_if(is_uneven, ConfigError, "expert_groups", **facts)
     return {
         **experts,
         "moe_router_score_function": "sigmoid",
@@ -235,9 +235,8 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
-        if hf.get(key) not in (None, size):
-            facts = {"key": key, "value": hf[key], "size": size}
-            raise ConfigError(refusal("latent_width", heads=heads, plain=plain, rotated=rotated, **facts))
+        facts = {"key": key, "value": (value := hf.get(key)), "size": size, "heads": heads, "plain": plain}
+        refuse_if(value not in (None, size), ConfigError, "latent_width", rotated=rotated, **facts)
     return {"multi_latent_attention": True, "qk_layernorm": True}
 
 

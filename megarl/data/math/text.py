@@ -2,7 +2,6 @@
 
 import re
 
-from megarl.errors import refuse_if
 from megarl.files.texts import read_table
 
 _TABLES = read_table(__file__)
@@ -29,6 +28,12 @@ _UNITS: dict[str, str] = _TABLES["units"]
 
 class UnreadableError(ValueError):
     """The grammar cannot read the text, or a number is too large."""
+
+
+def refuse(is_unreadable: object, problem: str) -> None:
+    """Raise UnreadableError with this text if ``is_unreadable``."""
+    if is_unreadable:
+        raise UnreadableError(problem)
 
 
 def last_box(text: str) -> str | None:
@@ -61,7 +66,7 @@ def clean(content: str) -> str:
     while inner := _WHOLE_BOX.fullmatch(content):
         content = inner[1]
     content = content.translate(_TRANSLATION)
-    refuse_if(re.search(r"(?<!\\)%(?!\s*$)", content), UnreadableError, "comment_in_answer")
+    refuse(re.search(r"(?<!\\)%(?!\s*$)", content), "a comment")
     content = re.sub(r"(?<!\\)%", r"\\%", content)
     content = _DOLLAR.sub(r"\\$" if len(_DOLLAR.findall(content)) == 1 else "", content)
     content = re.sub(r"^\s*\\[(\[]|\\[)\]]\s*$", "", content)

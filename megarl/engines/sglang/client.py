@@ -350,18 +350,15 @@ class _RequestSession(Session):
 
     async def _post(self, url: str, body: dict[str, Any], request: SampleRequest) -> Any:
         limit = self._call.max_bytes(request)
-        try:
+        named: Any = {"prefix": f"{url}: ", "tell": lambda error: f"{type(error).__name__}: {error}"}
+        away = reworded((aiohttp.ClientConnectionError, aiohttp.ClientPayloadError), AwayError, **named)
+        wrong = reworded(DataError, partial(RetryError, event=WRONG))
+        with reworded(aiohttp.ClientError, RetryError, **named), away, wrong:
             async with self._http.post(f"{url}/generate", json=body, allow_redirects=False) as response:
                 status, wait_s = response.status, retry_after(response.headers, MAX_WAIT_S)
                 answer = await read_body(response, f"{url}/generate", limit)
             if status == 200:
                 return parse_json(answer, f"{url}/generate", limit)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise AwayError(f"{url}: {type(error).__name__}: {error}") from error
-        except aiohttp.ClientError as error:
-            raise RetryError(f"{url}: {type(error).__name__}: {error}") from error
-        except DataError as error:
-            raise RetryError(str(error), WRONG) from error
         message = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
         if status >= 500 or status in (*BUSY, TOO_LARGE):
             remedy = "raise the limit of this server or proxy" if status == TOO_LARGE else ""

@@ -54,8 +54,7 @@ def evaluate(expression: str) -> Number:
     ValueError for other syntax and for too large numbers, ArithmeticError for a division by zero or an overflow,
     TypeError for a wrong argument of a function.
     """
-    if len(expression) > MAX_LENGTH:
-        raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are read")
+    refuse_if(len(expression) > MAX_LENGTH, ValueError, "long_expression", num=len(expression), most=MAX_LENGTH)
     kinds = (SyntaxError, RecursionError, MemoryError)
     with reworded(kinds, ValueError, "this is no arithmetic expression", tell=lambda _: ""):
         tree = ast.parse(expression.strip(), mode="eval")

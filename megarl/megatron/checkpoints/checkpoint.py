@@ -61,8 +61,8 @@ def find_damage(path: Path, run: str = "") -> str | None:
     files, fault = from_main_rank(plan)
     results = gather_objects(compare())
     unreadable = next((problem for _, problem in results if problem), None)
-    if unreadable:  # no damage: the file system may be away
-        raise CheckpointError(refusal("unreadable_checkpoint", path=path, problem=unreadable))
+    # No damage: the file system may be away.
+    refuse_if(unreadable, CheckpointError, "unreadable_checkpoint", path=path, problem=unreadable)
     return next((problem for problem in (fault, *(change for change, _ in results)) if problem), None)
 
 

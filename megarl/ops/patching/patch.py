@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import MegarlError, refusal, refuse_if
+from megarl.errors import MegarlError, refusal, refuse_if, reworded
 from megarl.files.shipped import shipped_folder
 from megarl.files.texts import read_table
 
@@ -81,10 +81,9 @@ def _git(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[bytes]
     environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     environment["GIT_CEILING_DIRECTORIES"] = os.path.realpath(tempfile.gettempdir())
     settings = ["-c", "core.autocrlf=false", "-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no"]
-    try:
+    problem = "git is not installed, and megarl patch needs it; nothing was changed"
+    with reworded(FileNotFoundError, PatchError, problem, tell=lambda _: ""):
         return subprocess.run(["git", *settings, *words], cwd=folder, env=environment, capture_output=True, check=False)
-    except FileNotFoundError:
-        raise PatchError("git is not installed, and megarl patch needs it; nothing was changed") from None
 
 
 def _apply(content: bytes, release: str, name: str, *options: str) -> tuple[bytes | None, str]:
@@ -153,8 +152,7 @@ def choose(root: Path, version: str, requested: str | None) -> tuple[str, list[F
     releases = list_versions()
     release = requested or version
     if requested or release in releases:
-        if release not in releases:
-            raise PatchError(f"no patch for Megatron-Core {release}, expected one of {', '.join(releases)}")
+        refuse_if(release not in releases, PatchError, "no_patch", release=release, releases=", ".join(releases))
         return release, examine(root, release)
     releases.sort(key=lambda release: (_adds_no_hook(release), abs(_position(release) - _position(version))))
     tried = {release: examine(root, release) for release in releases}
@@ -218,7 +216,8 @@ def run(command: str, target: Path | None, version: str | None) -> None:
 
     version: take the patch of this release.
     """
-    try:
+    names = "{0.filename}: {0.strerror}".format
+    with reworded(OSError, PatchError, "cannot read ", "; nothing was changed", names):
         root = (target or find_installed()).resolve()
         core = read_version(root)
         choice = choose(root, core, version)
@@ -238,5 +237,3 @@ def run(command: str, target: Path | None, version: str | None) -> None:
             word = "not changed" if unfit and state in changes else WORDS[command][state.state]
             print(f"  {state.name}: {word}", *state.notes, sep="\n    ")
         refuse_if(unfit and command != "status", PatchError, "unfit_file", unfit=unfit)
-    except OSError as error:
-        raise PatchError(f"cannot read {error.filename}: {error.strerror}; nothing was changed") from error
