@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from megarl.errors import CheckpointError, ConfigError, DataError, refusal, refuse_if, reworded, some
 from megarl.files import hf_config
 from megarl.files.foreign_json import require_regular
+from megarl.files.texts import read_table
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 from megarl.models.quantized import FLOATS, SCALES, dequantize, describe_misfit, pair_codes, shape_of_weight
@@ -24,11 +25,7 @@ MANIFEST = "conversion.json"
 """A conversion's file with checksums, and with the names of left-out tensors."""
 _READ_ERRORS = (SafetensorError, RuntimeError, ValueError)
 T = TypeVar("T")
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8},
-    **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
-}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in read_table(__file__).items()}
 
 
 _LAYER = re.compile(r"(?:^|\.)model\.(?:language_model\.)?layers\.(\d+)\.(.+)")

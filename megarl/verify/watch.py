@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-from megarl.errors import ReplayError, refusal, refuse_if
+from megarl.errors import ReplayError, refuse_if
 from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import fitting_shape
 from megarl.replay.layout import local_rows
@@ -136,9 +136,9 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         if not self._on or not (self._replayed_layers or (self._exempt_layers and has_tokens)):
             return compare_routes([], [], self.layers)
         for micro, routes in enumerate(expected):
-            if routes.experts.dim() != 3 or routes.experts.size(1) != len(self.layers):
-                facts = {"shape": list(routes.experts.shape), "num": len(self.layers), "layers": self.layers}
-                raise ReplayError(refusal("other_columns", micro=micro, **facts))
+            facts = {"shape": (shape := [*routes.experts.shape]), "num": len(self.layers), "layers": self.layers}
+            is_wrong = len(shape) != 3 or shape[1] != len(self.layers)
+            refuse_if(is_wrong, ReplayError, "other_columns", micro=micro, **facts)
         calls = [self._calls.get(layer, ([], [])) for layer in self._decoder_layers]
         passes = _by_micro_batch([forward for forward, _ in calls])
         sets = [_sets_of(routes, self.shape.num_experts) for routes in expected]

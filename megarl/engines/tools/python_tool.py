@@ -147,13 +147,10 @@ class _Call:
 
 
 def _classify_exit(status: int) -> ToolExit:
-    if status == 0:
-        return "ok"
-    if status == MEMORY_EXIT:
-        return "memory"
-    if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
-        return "timeout"
-    return "killed" if status < 0 or 128 < status <= 192 else "error"  # bubblewrap reports a signal as 128 + number
+    exits: dict[int, ToolExit] = {0: "ok", MEMORY_EXIT: "memory"}
+    exits |= dict.fromkeys((-signal.SIGXCPU, 128 + signal.SIGXCPU), "timeout")
+    is_killed = status < 0 or 128 < status <= 192  # bubblewrap reports a signal as 128 + number
+    return exits.get(status, "killed" if is_killed else "error")
 
 
 def _try(sandbox: Sandbox) -> bool:

@@ -121,9 +121,8 @@ def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
         written_by, _ = loop["model"], loop["layout"]
     expected = shape.describe()
     for key in sorted({*written_by, *expected}):
-        if written_by.get(key) != expected.get(key):
-            facts = {"key": key, "value": written_by.get(key), "expected": expected.get(key)}
-            raise CheckpointError(refusal("other_model", path=path, **facts))
+        facts = {"key": key, "value": written_by.get(key), "expected": expected.get(key)}
+        refuse_if(facts["value"] != facts["expected"], CheckpointError, "other_model", path=path, **facts)
     return loop
 
 
