@@ -108,10 +108,8 @@ def _view_of(target: torch.Tensor, item: ReadItem) -> torch.Tensor:
     return target[tuple(slice(offset, offset + length) for offset, length in bounds)]
 
 
-_UNREADABLE = (
-    *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, OSError, ValueError),
-    *(RuntimeError, AssertionError),
-)
+_WRONG = (AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError, ValueError)
+_UNREADABLE = (*_WRONG, pickle.UnpicklingError)
 """Errors of pickle and torch for damaged files."""
 
 

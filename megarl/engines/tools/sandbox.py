@@ -141,17 +141,11 @@ class Sandbox:
 
     def _settings(self, ready_end: int, owner_fd: int) -> str:
         limits, unused_user = self.limits, os.geteuid() == 0
-        rlimits = {
-            "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),  # SIGXCPU, and SIGKILL for code that ignores it
-            "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
-            "RLIMIT_FSIZE": (limits.scratch_bytes, limits.scratch_bytes),
-            "RLIMIT_NOFILE": (_MAX_OPEN_FILES, _MAX_OPEN_FILES),
-            "RLIMIT_SIGPENDING": (_MAX_SIGNALS, _MAX_SIGNALS),
-            "RLIMIT_CORE": (0, 0),
-        }
         # Counted per user and user namespace: an unused user has no init process.
-        total = (0 if unused_user else 1) + 1 + limits.num_processes
-        rlimits["RLIMIT_NPROC"] = (total, total)
+        sizes = {"NPROC": (0 if unused_user else 1) + 1 + limits.num_processes, "NOFILE": _MAX_OPEN_FILES, "CORE": 0}
+        sizes |= {"AS": limits.memory_bytes, "FSIZE": limits.scratch_bytes, "SIGPENDING": _MAX_SIGNALS}
+        rlimits = {f"RLIMIT_{name}": (size, size) for name, size in sizes.items()}
+        rlimits["RLIMIT_CPU"] = limits.cpu_s, limits.cpu_s + 1  # SIGXCPU, and SIGKILL for code that ignores it
         uid = _unused_uid() if unused_user else None
         settings = {"rlimits": rlimits, "uid": uid, "num_files": limits.scratch_files, "owner_fd": owner_fd}
         return json.dumps(settings | {"status_fd": ready_end, "memory_exit": MEMORY_EXIT})
