@@ -110,6 +110,12 @@ def refusal(name: str, /, **facts: object) -> str:
     return _TEXTS[name].format(**facts)
 
 
+def refuse_if(is_wrong: object, kind: Callable[[str], Exception], name: str, /, **facts: object) -> None:
+    """Raise an error of ``kind`` with the text of this name, see ``refusal``, if ``is_wrong``."""
+    if is_wrong:
+        raise kind(refusal(name, **facts))
+
+
 def printable(text: str) -> str:
     """Return text from a file, a model or a user's code without control characters: a terminal would obey them."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

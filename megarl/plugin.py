@@ -25,7 +25,7 @@ from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives import OBJECTIVES, Denominators, Objective, TokenColumns, policy_loss
 from megarl.core.objectives.columns import count_loss_tokens
-from megarl.errors import ConfigError, refusal
+from megarl.errors import ConfigError, refusal, refuse_if
 from megarl.files.hf_config import MoeShape
 from megarl.replay import MicroRoutes, Recording, RoutingReplay, stack_routes
 from megarl.replay.megatron_state import cp_position, tp_position
@@ -59,8 +59,7 @@ class StepLoss:
         micro-batches, and if ranks have different numbers of micro-batches.
         """
         objective = find_objective(objective)
-        if objective.beforehand:
-            raise ConfigError(refusal("beforehand"))
+        refuse_if(objective.beforehand, ConfigError, "beforehand")
         if cu_seqlens is not None and len(cu_seqlens) != len(loss_masks):
             raise ConfigError(f"{len(cu_seqlens)} cu_seqlens for {len(loss_masks)} loss masks: give one for each")
         group, num_micros = parallel_state.get_data_parallel_group(), len(loss_masks)
@@ -72,8 +71,7 @@ class StepLoss:
         counts[2], counts[3] = num_micros, num_micros * num_micros
         dist.all_reduce(counts, group=group)
         num_tokens, num_sequences, total, squares = counts.tolist()
-        if not total:
-            raise ConfigError("no loss masks: give those of all micro-batches of the optimizer step")
+        refuse_if(not total, ConfigError, "no_loss_masks")
         if total != num_micros * group.size() or squares * group.size() != total * total:
             raise ConfigError(refusal("micro_batches_of_ranks", num=num_micros, others=total - num_micros))
         return cls(objective, Denominators(num_tokens, num_sequences), num_micros * group.size())
@@ -89,8 +87,7 @@ class StepLoss:
 
 
 def _check_mask(label: str, mask: Tensor, is_packed: bool) -> None:
-    if mask.dtype is not torch.bool:
-        raise ConfigError(f"{label} is {mask.dtype}, expected torch.bool, True where a token is trained: mask.bool()")
+    refuse_if(mask.dtype is not torch.bool, ConfigError, "mask_of_bools", label=label, mask=mask)
     if mask.dim() != (1 if is_packed else 2):
         expected = "[T], because cu_seqlens were given" if is_packed else "[b, s]; packed [T] needs cu_seqlens"
         raise ConfigError(f"{label} is {list(mask.shape)}, expected {expected}")

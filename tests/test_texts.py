@@ -25,7 +25,9 @@ def test_texts_and_facts_fit() -> None:
     facts = dict[str, set[str]]()
     for path in FOLDER.rglob("*.py"):
         source = path.read_text("utf-8")
-        if not re.search(r"^from megarl\.(errors|files\.texts) import (?:\([^)]*|.*)\brefusal\b", source, re.MULTILINE):
+        if not re.search(
+            r"^from megarl\.(errors|files\.texts) import (?:\([^)]*|.*)\b(refusal|refuse_if)\b", source, re.MULTILINE
+        ):
             continue
         shared = set[str]()
         for node in sorted((node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")), key=in_order):
@@ -34,7 +36,9 @@ def test_texts_and_facts_fit() -> None:
                     shared = {key.value for key in keys if key}
                 case ast.AugAssign(ast.Name("facts"), _, ast.Dict(keys)):
                     shared = shared | {key.value for key in keys if key}
-                case ast.Call(ast.Name("refusal"), [ast.Constant(name)], keywords):
+                case ast.Call(ast.Name("refusal"), [ast.Constant(name)], keywords) | ast.Call(
+                    ast.Name("refuse_if"), [_, _, ast.Constant(name)], keywords
+                ):
                     words = [shared if word.arg is None else {word.arg} for word in keywords]
                     facts.setdefault(name, set()).update(*words)
     assert facts == fields

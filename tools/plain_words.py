@@ -173,6 +173,8 @@ def raised_classes(function: Function) -> set[str]:
         match node:
             case ast.Raise(exc=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))) if name[0].isupper():
                 names.add(name)
+            case ast.Call(func=ast.Name(id="refuse_if"), args=[_, ast.Name(id=name) | ast.Attribute(attr=name), _]):
+                names.add(name)
         stack.extend(ast.iter_child_nodes(node))
     return names - {"NotImplementedError", "AssertionError", "SystemExit", "StopIteration", "KeyboardInterrupt"}
 

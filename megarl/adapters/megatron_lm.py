@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.errors import ReplayError
+from megarl.errors import ReplayError, refuse_if
 from megarl.replay import RoutingReplay
 from megarl.replay.routing_replay import MIN_AGREEMENT
 from megarl.verify import RoutingWatch
@@ -55,8 +55,7 @@ def with_replay(get_forward_backward_func: Get) -> Get:
         if args.routing_replay == "none":
             return schedule(data_iterator=data_iterator, **others)
         data_iterator, columns = _read(data_iterator, num_microbatches)
-        if not columns and not others.get("forward_only"):
-            raise ReplayError(f"the batches of a training step have no routes, expected the columns {list(COLUMNS)}")
+        refuse_if(not columns and not others.get("forward_only"), ReplayError, "no_routes", columns=list(COLUMNS))
         if not columns:
             return schedule(data_iterator=data_iterator, **others)
         if id(chunks[0]) not in replays:

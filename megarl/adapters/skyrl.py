@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.adapters.columns import find_row, row_loss
 from megarl.core.choices.parts import Objective
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, refuse_if
 
 REDUCTIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 """SkyRL's ``loss_reduction`` by aggregation; the other aggregations have "seq_mean_token_sum_norm"."""
@@ -27,14 +27,12 @@ def register(row: str | Objective, name: str | None = None) -> None:
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss  # pyright: ignore[reportMissingImports]
 
     objective = find_row(row, "SkyRL")
-    if any(penalty.coef for penalty in objective.penalties):
-        raise ConfigError("SkyRL: the row has a penalty, which would not be divided: use SkyRL's use_kl_loss")
+    refuse_if(any(penalty.coef for penalty in objective.penalties), ConfigError, "skyrl_penalty")
     wanted = REDUCTIONS.get(objective.aggregation, "seq_mean_token_sum_norm")
 
     @register_policy_loss(name or f"megarl_{row}")
     def loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, **given: Any) -> Any:
-        if config.loss_reduction != wanted:
-            raise ConfigError(f"SkyRL: loss_reduction is {config.loss_reduction!r}, the row divides as {wanted!r}")
+        refuse_if(config.loss_reduction != wanted, ConfigError, "skyrl_loss_reduction", config=config, wanted=wanted)
         given |= {"old_logprobs": old_log_probs, "advantages": advantages}
         total = row_loss(objective, "SkyRL", log_probs, by_token=True, **given)
         # "seq_mean_token_sum_norm" divided by max_seq_len.

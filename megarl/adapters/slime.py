@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megarl.adapters.columns import find_row, token_columns, token_losses, undivided
 from megarl.core.choices.parts import Objective
-from megarl.errors import ConfigError, ReplayError
+from megarl.errors import ConfigError, ReplayError, refuse_if
 from megarl.replay.records import MicroRoutes
 from megarl.verify import RoutingWatch
 
@@ -125,8 +125,7 @@ def finish() -> None:
     num_wrong = torch.tensor(int(not report.is_right), device="cuda" if torch.cuda.is_available() else "cpu")
     torch.distributed.all_reduce(num_wrong)
     report.require()
-    if num_wrong.item():
-        raise ReplayError(f"{num_wrong.item()} other ranks found wrong routes: their messages name the cause")
+    refuse_if(num_wrong.item(), ReplayError, "wrong_on_other_ranks", num_wrong=num_wrong.item())
 
 
 def _stack() -> str:

@@ -21,12 +21,9 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.choices.table import find_objective
 from megarl.core.metrics import Stat, finalize, merge, to_host
 from megarl.core.objectives.columns import count_loss_tokens
+from megarl.files.texts import read_table
 
-OF_THE_ROW = {
-    *("loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards", "entropy_coef"),
-    *("multi_objective_aggregation", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold"),
-    *("use_bias_correction_kl", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-}
+OF_THE_ROW: list[str] = read_table(__file__)["of_the_row"]
 """Settings of GRPOConfig without effect, because the row decides; they stay at TRL's default."""
 
 

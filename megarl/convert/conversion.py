@@ -20,7 +20,7 @@ from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits, shown
 from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, Piece, parameter_shape
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
-from megarl.errors import CheckpointError, ConfigError, NumericsError, refusal, some
+from megarl.errors import CheckpointError, ConfigError, NumericsError, refusal, refuse_if, some
 from megarl.files.hf_config import family_entry
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, describe_left_out, pack_shards
 from megarl.models.hf_folder import read_json
@@ -70,8 +70,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
     source = megatron_files.torch_dist_folder(source)
     if model is None and not (model := source / HF_FOLDER).exists():
         model = Path(find_saved(source, "give --model, a folder with the config and tokenizer")[1]["model.path"])
-    if not (model / "config.json").is_file():
-        raise ConfigError(refusal("no_config_of_megatron", source=source, model=model))
+    refuse_if(not (model / "config.json").is_file(), ConfigError, "no_config_of_megatron", source=source, model=model)
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     require_unchanged(source)
@@ -95,8 +94,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options) -> dict
 
 def _chunks(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> list[Chunk]:
     dtypes = {options.dtype_of(piece.rule.hf[0], hf.dtype(name)) for name in piece.hf}
-    if len(dtypes) > 1:
-        raise CheckpointError(refusal("dtypes_of_parameter", path=hf.path, names=some(piece.hf), dtypes=dtypes))
+    refuse_if(len(dtypes) > 1, CheckpointError, "dtypes_of_parameter", hf=hf, names=some(piece.hf), dtypes=dtypes)
     (dtype,) = dtypes
 
     def make(first: int, rows: int) -> torch.Tensor:
@@ -168,14 +166,12 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, as_js
 
     ConfigError for a source that is no checkpoint.
     """
-    if not source.exists():
-        raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
+    refuse_if(not source.exists(), ConfigError, "no_source", source=source)
     checkpoint = megatron_files.torch_dist_folder(source)
     if checkpoint != source or (checkpoint / "metadata.json").is_file():
         result = to_hf(checkpoint, out, model, options)
     elif os.path.lexists(source / "config.json"):
-        if model is not None:
-            raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
+        refuse_if(model is not None, ConfigError, "model_of_hf_source")
         result = to_megatron(source, out, options)
     elif (source / RUN_ID).is_file():
         raise ConfigError(refusal("run_without_checkpoint", source=source))

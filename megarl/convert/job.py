@@ -16,7 +16,7 @@ from rich.progress import track
 from safetensors import SafetensorError
 
 from megarl.core.fp8_names import BLOCK
-from megarl.errors import CheckpointError, MegarlError, refusal, some
+from megarl.errors import CheckpointError, MegarlError, refusal, refuse_if, some
 from megarl.files import outputs
 from megarl.files.writing import describe_write_error, sha256_of, write_atomically
 from megarl.megatron.checkpoints.folders import MANIFEST as RUN_MANIFEST
@@ -66,8 +66,7 @@ def require_unchanged(folder: Path) -> None:
     elif is_conversion:
         digests = read_json(folder / MANIFEST).get("sha256")
         advice = f"{MANIFEST} has another SHA-256 (remove {MANIFEST} if the change is yours)"
-        if not isinstance(digests, dict):
-            raise CheckpointError(f"{folder / MANIFEST} holds no checksums; remove it if it is not of a conversion")
+        refuse_if(not isinstance(digests, dict), CheckpointError, "no_checksums", file=folder / MANIFEST)
     else:
         return
     for name, digest in sorted(digests.items()):

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from megarl.convert.torch_dist import Place, TorchDistReader
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, refuse_if
 from megarl.files.foreign_json import read_regular
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import describe_faults
@@ -143,8 +143,7 @@ def torch_dist_folder(path: Path) -> Path:
     tracker = path / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
         word = read_regular(tracker, 64).decode(errors="replace").strip()
-        if word != "release" and not word.isdecimal():
-            raise CheckpointError(f"{tracker} says {word!r}, expected a number or 'release'")
+        refuse_if(word != "release" and not word.isdecimal(), CheckpointError, "tracker", tracker=tracker, word=word)
         folder = path / (word if word == "release" else f"iter_{int(word):07d}")
         if not folder.is_dir():
             raise CheckpointError(f"{tracker} says {word!r}, but there is no {folder}")
@@ -171,8 +170,7 @@ class MegatronCheckpoint:
         unexpected = [key for key in self._stored if key not in expected and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(unexpected, pattern)})
         faults = {"missing": list(expected - {*self._stored}), "unknown": list({*unexpected} - {*self.dropped})}
-        if text := describe_faults(faults):
-            raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {text}")
+        refuse_if(text := describe_faults(faults), CheckpointError, "other_family", path=path, shape=shape, text=text)
         parts = ((piece, *part) for piece in pieces for part in self.keys.parts(piece, shape))
         for piece, place, inner in parts:
             size, wanted = tuple(self._stored[place.key].size), (*place.sizes, *inner)

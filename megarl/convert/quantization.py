@@ -26,7 +26,7 @@ from megarl.convert import megatron_files
 from megarl.convert.job import ConversionJob, Options, require_unchanged, same_bits
 from megarl.core.fp8 import quantize_fp8
 from megarl.core.fp8_names import SCALE, fp8_config, grid_of, is_fp8_weight
-from megarl.errors import ConfigError, NumericsError, refusal, some
+from megarl.errors import ConfigError, NumericsError, refusal, refuse_if, some
 from megarl.files.hf_config import find_quantization
 from megarl.models.hf_files import HFCheckpoint, copy_model_files, pack_shards
 from megarl.models.hf_folder import read_json
@@ -51,8 +51,7 @@ def select_tensors(
     weights that cannot be quantised, and for names that engines would confuse.
     """
     quantized = {name for name, tensor in tensors.items() if tensor.dim() == 2 and is_fp8_weight(name)} - {*beside}
-    if not quantized:
-        raise ConfigError("no linear weight is left to be quantised: the model has none")
+    refuse_if(not quantized, ConfigError, "nothing_to_quantise")
     if integers := [f"{name} ({t.dtype})" for name, t in tensors.items() if name in quantized and t.dtype not in _HIGH]:
         raise ConfigError(f"{some(integers)} are quantised already, expected weights in high precision")
     if fused := [name for name, tensor in tensors.items() if tensor.dim() > 2 and _EXPERTS.match(name)]:
@@ -83,7 +82,8 @@ def quantize(source: Path, out: Path, options: Options, as_json: bool = False) -
     require_unchanged(source)
     tensors = {name: torch.empty(hf.shape(name), dtype=hf.dtype(name), device="meta") for name in hf.names()}
     quantized, config = select_tensors(tensors, options.block, hf.names_beside_text())
-    sizes = [_num_bytes(t, options.block) if name in quantized else t.nbytes for name, t in tensors.items()]
+    scales = {name: math.prod(grid_of(tensors[name].shape, options.block)) for name in quantized}
+    sizes = [t.numel() + 4 * scales[name] if name in quantized else t.nbytes for name, t in tensors.items()]
     shards = pack_shards([*tensors], sizes, options.shard_bytes)
 
     def encode(name: str) -> dict[str, torch.Tensor]:

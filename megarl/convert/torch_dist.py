@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.errors import CheckpointError, describe, reworded
+from megarl.errors import CheckpointError, describe, refuse_if, reworded
 from megarl.files.pickles import load_metadata, load_part, load_plain, part_of
 
 
@@ -108,10 +108,8 @@ def _view_of(target: torch.Tensor, item: ReadItem) -> torch.Tensor:
     return target[tuple(slice(offset, offset + length) for offset, length in bounds)]
 
 
-_UNREADABLE = (
-    *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, OSError, ValueError),
-    *(RuntimeError, AssertionError),
-)
+_WRONG = (AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError, ValueError)
+_UNREADABLE = (*_WRONG, pickle.UnpicklingError)
 """Errors of pickle and torch for damaged files."""
 
 
@@ -137,8 +135,7 @@ class TorchDistReader:
         for stored in self._metadata.storage_data.values():
             with _explain_damage(path / ".metadata"):
                 file = part_of(path, stored)
-            if not file.is_file():
-                raise CheckpointError(f"{path} lacks {file.name}, which its metadata names")
+            refuse_if(not file.is_file(), CheckpointError, "missing_part", path=path, file=file)
 
     def common(self) -> dict[str, Any]:
         """Return the state of ``common.pt``, from Megatron 0.19 on stored among the tensors; {} without a state."""

@@ -19,7 +19,7 @@ from megarl.config import Config
 from megarl.config.tables.data import DataConfig
 from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.data.tokenizer import count_rows, tokenize
-from megarl.errors import ConfigError, DataError, refusal, reworded
+from megarl.errors import ConfigError, DataError, refusal, refuse_if, reworded
 from megarl.files.bounded_process import BoundedProcess
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def load_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, max_
         response = get_field(record, sft.response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {sft.response_field!r} is {type_name(response)}, expected text")
-        if not response:
-            raise DataError(f"{place}: {sft.response_field!r} is empty: there is nothing to imitate")
+        refuse_if(not response, DataError, "empty_response", place=place, sft=sft)
         yield [(text, Text(place, response, plain=False))]
 
     demonstrations: list[Demonstration] = []
@@ -197,8 +196,7 @@ class PromptReader:
         self._renders_text, self._needs_chat = data.chat_template, bool(data.chat_template_args)
         self._chat = ChatTemplate(tokenizer, data.chat_template_args) if tokenizer.chat_template else None
         for key, is_set in (("chat_template", data.chat_template), ("chat_template_args", self._needs_chat)):
-            if is_set and self._chat is None:
-                raise ConfigError(f"data.{key} is set, but the tokenizer has no chat template: remove it")
+            refuse_if(is_set and self._chat is None, ConfigError, "key_without_template", key=key)
         self.has_chat = self._chat is not None
         """Whether the tokenizer has a chat template."""
         self.num_rows = count_rows(tokenizer)
@@ -219,14 +217,12 @@ class PromptReader:
         if not isinstance(prompt, str):
             kinds = "text or a list of chat messages" if self._template is None else "text for the prompt template"
             raise DataError(f"{place}: {name} is {type_name(prompt)}, expected {kinds}")
-        if not prompt.strip():
-            raise DataError(f"{place}: {name} is empty")
+        refuse_if(not prompt.strip(), DataError, "empty_prompt", place=place, name=name)
         # Braces of LaTeX stay, unlike with str.format.
         text = prompt if self._template is None else self._template.replace("{prompt}", prompt)
         if self._renders_text and self._chat is not None:
             return Text(place, self._chat.render([{"role": "user", "content": text}], [name], place), plain=False)
-        if self._needs_chat:
-            raise DataError(f"{place}: {name} is plain text, which data.chat_template_args need data.chat_template for")
+        refuse_if(self._needs_chat, DataError, "plain_prompt", place=place, name=name)
         return Text(place, text, plain=True)
 
     def turns(self, record: Record, field: str, place: str) -> Iterator[list[tuple[Text, Text]]]:
@@ -279,8 +275,7 @@ class PromptReader:
         name, end, bos = f"the prompt ({self._field!r})", self._tokenizer.eos_token, self._tokenizer.bos_token_id
 
         def check(text: Text, tokens: list[int]) -> None:
-            if not tokens:
-                raise DataError(f"{text.place}: {name} has no tokens")
+            refuse_if(not tokens, DataError, "prompt_without_tokens", text=text, name=name)
             if text.plain and tokens[-1] == self._tokenizer.eos_token_id and not text.text.endswith(str(end)):
                 # BERT- and T5-like tokenizers. The model would have to answer after the end token.
                 raise DataError(f"{text.place}: the tokenizer appends its end token {end!r} to a prompt; turn that off")
@@ -296,8 +291,7 @@ class PromptReader:
         """Tokenize the responses to prompts. DataError names the first response that begins with its prompt's end."""
         responses = self._encode(texts, f"response ({field!r})")
         for text, prompt, tokens in zip(texts, prompts, responses, strict=True):
-            if not tokens:
-                raise DataError(f"{text.place}: the response ({field!r}) has no tokens: there is nothing to imitate")
+            refuse_if(not tokens, DataError, "response_without_tokens", text=text, field=field)
             if (mark := self._find_repeated(text.text, prompt, tokens)) is not None:
                 raise DataError(refusal("response_with_mark", place=text.place, field=field, mark=mark))
         return responses
@@ -403,8 +397,7 @@ class ChatTemplate:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self._arguments, **more}
         text = str(self._tokenizer.apply_chat_template(chat, **options))
         limit = _MOST_ADDED + _MOST_COPIES * len(str([chat, self._arguments, more]))
-        if len(text) > limit:
-            raise ValueError(f"it writes {len(text)} characters, expected at most {limit} for messages of this length")
+        refuse_if(len(text) > limit, ValueError, "long_rendering", num=len(text), limit=limit)
         return text
 
     def _find_marks(self, roles: Sequence[str], place: str) -> re.Pattern[str]:

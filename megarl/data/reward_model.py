@@ -20,7 +20,7 @@ import aiohttp
 from pydantic import BaseModel, TypeAdapter
 
 from megarl.config.tables.data import RewardModelConfig
-from megarl.errors import ConfigError, RolloutError, refusal
+from megarl.errors import ConfigError, RolloutError, refuse_if
 from megarl.files.foreign_json import UNPACKED, check_types, parse_json, read_body
 
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
@@ -55,8 +55,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         self.config, self._turns = config, itertools.count()
         self._key = "" if config.api_key_env is None else os.environ.get(config.api_key_env, "")
-        if config.api_key_env is not None and not self._key:
-            raise ConfigError(f"reward_model.api_key_env: found no variable {config.api_key_env}; export it")
+        refuse_if(config.api_key_env is not None and not self._key, ConfigError, "no_api_key", config=config)
         self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     async def __call__(self, *, prompt: str, response: str, answer: str) -> float:
@@ -98,16 +97,13 @@ class RewardModel:
         ):
             status, data = response.status, await read_body(response, place, MAX_BYTES)
         answer = f"HTTP {status}: {' '.join(self._describe(data.decode(errors='replace')).split())[:200]}"
-        if status in (401, 403, 404, 405):
-            raise ConfigError(refusal("reward_server", place=place, answer=answer))
+        refuse_if(status in (401, 403, 404, 405), ConfigError, "reward_server", place=place, answer=answer)
         if status != 200:
             is_final = 400 <= status < 500 and status not in (408, 429)
             raise RolloutError(f"reward model: {url}: {answer}") if is_final else ValueError(answer)
         rows = check_types(_ANSWER, parse_json(data, place, MAX_BYTES), place)
-        if len(rows) != 1 or rows[0].meta_info.get("id") not in (None, rid):
-            raise ValueError("an answer to another request")
-        if len(scores := rows[0].embedding) != 1:
-            raise ConfigError(f"reward_model.urls: {place} gave {len(scores)} scores for a text, expected one")
+        refuse_if(len(rows) != 1 or rows[0].meta_info.get("id") not in (None, rid), ValueError, "other_request")
+        refuse_if(len(scores := rows[0].embedding) != 1, ConfigError, "several_scores", place=place, num=len(scores))
         if scores[0] is None or not math.isfinite(scores[0]):
             raise RolloutError(f"reward model: {url} gave {scores[0]}")
         return scores[0]

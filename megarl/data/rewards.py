@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.errors import describe_call, may_pass, refusal
+from megarl.errors import describe_call, may_pass, refusal, refuse_if
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -77,8 +77,7 @@ def read_verdict(returned: object, response: str, weights: Mapping[str, float] |
             raise ValueError(refusal("end_of_step", **facts))
         steps.append(StepReward(end, reward))
         previous = end
-    if not steps:
-        raise ValueError("the reward function returned Steps without a step: return a number instead")
+    refuse_if(not steps, ValueError, "no_steps")
     return Verdict(outcome, tuple(steps))
 
 
@@ -87,8 +86,7 @@ def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
     if not isinstance(returned, Mapping):
         value = f"{returned!r:.80} ({type(returned).__name__})"
         raise TypeError(f"the reward function returned {value}, expected rewards by name: {[*weights]}")
-    if set(returned) != set(weights):
-        raise ValueError(f"the reward function returned {[*returned]}, expected those of reward.weights: {[*weights]}")
+    refuse_if(set(returned) != set(weights), ValueError, "names_of_rewards", returned=[*returned], weights=[*weights])
     components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
     total = math.fsum(map(operator.mul, weights.values(), components))
     return Verdict(_check_finite(total, "the weighted sum of rewards is"), components=components)
@@ -104,8 +102,7 @@ def _check_finite(value: object, label: str) -> float:
         hint = "; for several rewards by name, set reward.weights" if isinstance(value, Mapping) else ""
         raise TypeError(f"{label} {value!r:.80} ({type(value).__name__}), expected a number{hint}")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{label} {number}, expected a finite number")
+    refuse_if(not math.isfinite(number), ValueError, "not_a_finite_number", label=label, number=number)
     return number
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.data.records import write_jsonl
-from megarl.errors import DataError, refusal
+from megarl.errors import DataError, refuse_if
 from megarl.files.texts import read_table
 
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
@@ -82,8 +82,7 @@ def write_sort_task(
     """
     counts = (num_train, num_heldout, num_demonstrations)
     available = 10**digits - 10
-    if sum(counts) > available:
-        raise DataError(refusal("sort_task", asked=sum(counts), available=available, digits=digits))
+    refuse_if(sum(counts) > available, DataError, "sort_task", asked=sum(counts), available=available, digits=digits)
     rng = np.random.default_rng(seed)
     drawn = rng.choice(10**digits, size=min(sum(counts) + 10, 10**digits), replace=False).tolist()
     numbers = [number for n in drawn if len(set(number := f"{n:0{digits}d}")) > 1]  # at most ten are left out

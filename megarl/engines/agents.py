@@ -29,7 +29,7 @@ from megarl.data.tokenizer import step_tokens
 from megarl.engines.player import Agent, EpisodeError, EpisodeResult, Player, encode_text, foreign_code, sample_turn
 from megarl.engines.protocol import Session
 from megarl.engines.tools.environment import Hermes
-from megarl.errors import DataError, describe, refusal
+from megarl.errors import DataError, describe, refusal, refuse_if, reworded
 from megarl.files.foreign_json import parse_json
 from megarl.files.texts import read_table
 from megarl.routes.turns import cut
@@ -79,7 +79,8 @@ class Conversation:
         DataError for a request that cannot be served. The coroutine raises errors of the engine.
         """
         limits, index = self.player.limits, self._num_requests
-        try:
+        kinds = (ArithmeticError, AttributeError, EpisodeError, LookupError, TypeError, ValueError)
+        with reworded(kinds, DataError, "the request cannot be read: ", tell=describe):
             for key, values in _VALUES.items():
                 if body.get(key) not in (None, *values):
                     raise DataError(f"{key}: found {body[key]!r:.80}, expected one of {values}, or no {key}")
@@ -90,10 +91,7 @@ class Conversation:
             stop, max_tokens = body.get("stop") or [], body.get("max_completion_tokens") or body.get("max_tokens")
             body["stop"] = [stop] if isinstance(stop, str) else [*map(str, filter(None, stop))]
             longest = min(map(int, filter(None, (limits.turn_tokens, max_tokens, limits.response_tokens))))
-            if not text or longest < 1:
-                raise DataError("found no text, or max_tokens below 1")
-        except (ArithmeticError, AttributeError, EpisodeError, LookupError, TypeError, ValueError) as error:
-            raise DataError(f"the request cannot be read: {describe(error)}") from error
+            refuse_if(not text or longest < 1, DataError, "empty_request")
         if (earlier := self._sequences.get(start, EpisodeResult())).rollout is not None:
             tokens = np.concatenate([earlier.rollout.tokens, tokens])
         room = limits.tokens_left(len(tokens), 0)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from megarl.errors import DataError, reason_of, reworded
+from megarl.errors import DataError, reason_of, refuse_if, reworded
 
 if TYPE_CHECKING:
     import aiohttp
@@ -39,8 +39,7 @@ def parse_json(data: bytes | str, source: str, max_bytes: int) -> Any:
     """Return the value of a JSON text. DataError if the text is too long, too deep, or no JSON."""
     from pydantic_core import from_json  # not above: a loop of the user's own that replays routes reads no JSON
 
-    if len(data) > max_bytes:
-        raise DataError(f"{source} holds {len(data)} bytes of JSON, expected at most {max_bytes}")
+    refuse_if(len(data) > max_bytes, DataError, "long_json", source=source, num=len(data), max_bytes=max_bytes)
     try:
         return from_json(data)
     except ValueError as error:
@@ -88,8 +87,7 @@ def join_body(status: int, headers: Mapping[str, str], chunks: Iterable[bytes], 
     data = bytearray()
     for chunk in chunks:
         data += chunk
-        if len(data) > max_bytes:
-            raise DataError(f"{source} sends more than {max_bytes} bytes")
+        refuse_if(len(data) > max_bytes, DataError, "long_answer", source=source, max_bytes=max_bytes)
     if (packing := headers.get("content-encoding", "identity").lower()) != "identity":
         raise DataError(f"{source} is packed as {packing!r}, expected no packing: the request asked for that")
     return bytes(data)
@@ -134,6 +132,5 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. DataError, naming the file, for anything else."""
     record = parse_json(read_regular(path, MOST_JSON_BYTES), str(path), MOST_JSON_BYTES)
-    if not isinstance(record, dict):
-        raise DataError(f"{path} holds no JSON object")
+    refuse_if(not isinstance(record, dict), DataError, "no_json_object", path=path)
     return record

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import ConfigError, DataError, refusal
+from megarl.errors import ConfigError, DataError, refusal, refuse_if
 from megarl.files.texts import read_table
 
 _TABLES = read_table(__file__, "families.toml")
@@ -86,8 +86,7 @@ class HFConfig:
     def __getitem__(self, key: str) -> Any:
         self._unread.discard(key)
         label = self.label(key)
-        if key not in self.values and key not in self.defaults:
-            raise ConfigError(f"{label} is left out, and has no default; expected a number")
+        refuse_if(key not in self.values and key not in self.defaults, ConfigError, "no_default", label=label)
         value, kind = self.values[key] if key in self.values else self.defaults[key], _KINDS.get(key)
         if key in self._fixed and value != self.defaults[key]:
             raise ConfigError(f"{label} is {reprlib.repr(value)}, expected {self.defaults[key]!r}, as the class has it")
@@ -155,8 +154,7 @@ def is_turned(kind: str, name: str, shape: Sequence[int], hidden: int) -> bool:
     axes = (axis for glob, axis in (family_entry(kind, "turned") or {}).items() if fnmatch.fnmatchcase(name, glob))
     if (axis := next(axes, None)) is None or len(shape) != 3:
         return False
-    if shape[1] == shape[2]:
-        raise DataError(f"{name} has shape {tuple(shape)}: rows and columns of a square matrix cannot be told apart")
+    refuse_if(shape[1] == shape[2], DataError, "square_matrix", name=name, shape=tuple(shape))
     return shape[axis] != hidden == shape[3 - axis]
 
 
@@ -219,8 +217,7 @@ def read_weight_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
         blocks = [block or ([1, size] if size > 0 else None) for block, size in sizes]
         readable, block = True, blocks[0] if blocks.count(blocks[0]) == len(blocks) else None
     is_block = isinstance(block, list) and [type(size) for size in block] == [int, int] and min(block) >= 1
-    if not readable or not (block is None or is_block):
-        raise ConfigError(refusal("quantization", method=method, block=block))
+    refuse_if(not readable or not (block is None or is_block), ConfigError, "quantization", method=method, block=block)
     return None if block is None else (block[0], block[1])
 
 
@@ -323,11 +320,9 @@ def read_moe(hf: HFConfig) -> MoeShape:
     exempt = [i for i in moe if (kinds[i] in _MAPS["kinds"]["table"] if kinds else i < num_hashed)]
     counts = {key: count for key in _EXPERT_COUNTS if (count := hf.get(key))}
     num_experts, topk = min(counts.values(), default=0), hf["num_experts_per_tok"]
-    if max(counts.values(), default=0) != num_experts:
-        raise ConfigError(f"the numbers of experts are {counts}, expected one number")
+    refuse_if(max(counts.values(), default=0) != num_experts, ConfigError, "expert_counts", counts=counts)
     num_experts += hf.get("zero_expert_num") or 0
-    if topk > num_experts:
-        raise ConfigError(f"num_experts_per_tok is {topk}, expected at most the {num_experts} experts")
+    refuse_if(topk > num_experts, ConfigError, "topk_of_experts", topk=topk, num_experts=num_experts)
     if num_layers * num_experts > (most := BOUNDS["experts_of_all_layers"][1]):
         raise ConfigError(refusal("num_experts", layers=num_layers, experts=num_experts, most=most))
     return MoeShape(num_layers, tuple(i for i in moe if i not in exempt), num_experts, topk, tuple(exempt))

@@ -18,7 +18,7 @@ from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megarl.errors import ConfigError, refusal, some
+from megarl.errors import ConfigError, refusal, refuse_if, reworded, some
 from megarl.files.writing import exchange, model_files, read_record, sha256_of, sync, sync_all, write_atomically
 
 MARK, FILES = ".megarl.json", ".megarl-files.json"
@@ -32,8 +32,7 @@ _WHILE_WRITTEN = (*_RESERVED, ".*.tmp", "*/.*.tmp")
 
 def partial_of(out: Path) -> Path:
     """Return the name of a folder until the folder is complete. ConfigError for a path without a name."""
-    if not out.name:
-        raise ConfigError(f"{out} cannot be written; name a folder")
+    refuse_if(not out.name, ConfigError, "unnamed_folder", out=out)
     return out.with_name(out.name + ".partial")
 
 
@@ -160,8 +159,7 @@ def replace_folder(new: Path, target: Path, owner: Callable[[Path], IsOwn] = mar
         remove_own(new, is_own)
     else:
         old = target.with_name(target.name + ".old")
-        if os.path.lexists(old):
-            raise ConfigError(f"{old} is in the way; move it, then rename {new} to {target}")
+        refuse_if(os.path.lexists(old), ConfigError, "old_in_the_way", old=old, new=new, target=target)
         target.rename(old)
         new.rename(target)
         sync(target.parent)
@@ -172,8 +170,7 @@ def replace_folder(new: Path, target: Path, owner: Callable[[Path], IsOwn] = mar
 def require_own_files(*paths: Path) -> None:
     """Raise ConfigError if a path exists and is not as megarl wrote it."""
     for path in paths:
-        if os.path.lexists(path) and not _is_own_file(path):
-            raise ConfigError(refusal("foreign_file", path=path))
+        refuse_if(os.path.lexists(path) and not _is_own_file(path), ConfigError, "foreign_file", path=path)
 
 
 def _is_own_file(path: Path) -> bool:
@@ -183,10 +180,9 @@ def _is_own_file(path: Path) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it. ConfigError if a file is in the way."""
-    try:
+    kinds, problem = (FileExistsError, NotADirectoryError), ": found a file, expected a folder or nothing"
+    with reworded(kinds, ConfigError, suffix=problem, tell=lambda error: error.filename):
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{error.filename}: found a file, expected a folder or nothing") from error
 
 
 def write_output(path: Path, data: bytes) -> None:

@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import torch
 
-from megarl.errors import describe, reworded
+from megarl.errors import describe, refuse_if, reworded
 from megarl.files.foreign_json import is_file_name, open_regular, read_regular
 from megarl.files.texts import read_table
 
@@ -68,8 +68,7 @@ def load_metadata(folder: Path) -> Any:
 def part_of(folder: Path, stored: Any) -> Path:
     """Return the file of a record of ``.metadata``. UnpicklingError for a file outside of the folder."""
     name, begin, length = stored.relative_path, stored.offset, stored.length
-    if not is_file_name(name):
-        raise pickle.UnpicklingError(f"its .metadata names {reprlib.repr(name)}, expected a file of the folder itself")
+    refuse_if(not is_file_name(name), pickle.UnpicklingError, "foreign_part", name=reprlib.repr(name))
     if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
         raise pickle.UnpicklingError(f"its .metadata has part {begin!r:.40}, {length!r:.40} of {name}, expected bytes")
     return folder / name

@@ -62,9 +62,8 @@ def model_files(folder: Path) -> Iterator[Path]:
 
 def exchange(first: Path, second: Path) -> bool:
     """Exchange two names in a single step; return False if the file system cannot. OSError for other failures."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
         return False
     if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True

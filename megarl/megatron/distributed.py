@@ -17,7 +17,7 @@ from megarl import enable_cpu
 from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
-from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError, refusal
+from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError, refusal, refuse_if
 from megarl.files.texts import read_table
 from megarl.replay.megatron_state import Replaced, cp_position, tp_position
 
@@ -46,8 +46,7 @@ def initialize(config: "Config", timeout_s: float | None = None) -> None:
     if not dist.is_initialized():
         _join(world_size, timedelta(seconds=timeout_s))
         atexit.register(shutdown)
-    if parallel_state.model_parallel_is_initialized():
-        raise ConfigError("Megatron's parallel state exists already; one run per process, or destroy it first")
+    refuse_if(parallel_state.model_parallel_is_initialized(), ConfigError, "second_run")
     sizes = {name: getattr(layout, size) for name, size in SIZES.items()}
     parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=max(1, int(timeout_s // 60)))
     torch.manual_seed(config.run.seed)

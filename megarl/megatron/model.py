@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import is_te_min_version
 from torch.nn.functional import silu
 
-from megarl.errors import ConfigError, refusal
+from megarl.errors import ConfigError, refusal, refuse_if
 from megarl.files.texts import read_table
 from megarl.megatron.versions import require_release
 from megarl.models.shapes import ModelShape
@@ -54,8 +54,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     values["activation_func"] = {"silu": silu, "quick_gelu": quick_gelu}[values["activation_func"]]
     yarn = {name: values.pop(name) for name in shape.fields if name.startswith("yarn_")}
     has_deep_ep = torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None
-    if values["moe_token_dispatcher_type"] == "flex" and not has_deep_ep:
-        raise ConfigError(refusal("pipeline_flex"))
+    refuse_if(values["moe_token_dispatcher_type"] == "flex" and not has_deep_ep, ConfigError, "pipeline_flex")
     if values.get("multi_latent_attention"):
         return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
     if yarn:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from megarl.config import Config, megatron_fields
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.replay_blockers import replay_blockers
-from megarl.errors import ConfigError, NumericsError, did_you_mean
+from megarl.errors import ConfigError, NumericsError, did_you_mean, refuse_if
 from megarl.files.texts import read_table
 from megarl.megatron.distributed import SIZES
 from megarl.megatron.hf_weights import export_hf, load_hf
@@ -96,17 +96,14 @@ class Policy:
         norm is not finite: the update is refused and the weights keep their values.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
-        if self.optimizer.prepare_grads():
-            raise NumericsError("gradients are not finite; the optimizer step was refused, the weights are unchanged")
+        refuse_if(self.optimizer.prepare_grads(), NumericsError, "not_finite_gradients")
         norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise NumericsError(f"gradient norm is {norm}; the optimizer step was refused, the weights are unchanged")
+        refuse_if(not math.isfinite(norm), NumericsError, "not_finite_norm", norm=norm)
         step: Any = self.optimizer.step  # the abstract method returns None
         # Megatron's step would prepare the gradients and take their norm again.
         with Replaced(self.optimizer, prepare_grads=lambda: False, get_grad_norm=lambda: norm):
             was_taken = step()[0]
-        if not was_taken:
-            raise NumericsError("Megatron's optimizer refused the step; look for non-finite gradients")
+        refuse_if(not was_taken, NumericsError, "refused_step")
         self.scheduler.step(1)
         if not more_follow:
             for chunk in self.chunks if self.chunks[0].use_forward_hook else ():

@@ -12,7 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 import megarl
-from megarl.errors import ConfigError, MegarlError, refusal
+from megarl.errors import ConfigError, MegarlError, refuse_if
 from megarl.replay.megatron_state import RELEASE
 
 
@@ -23,8 +23,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def require_release() -> None:
     """ConfigError where Megatron-Core is older than 0.16: only replay in a loop of one's own works with its patch."""
-    if not takes(GPTModel.forward, "padding_mask"):
-        raise ConfigError(refusal("old_megatron", release=RELEASE))
+    refuse_if(not takes(GPTModel.forward, "padding_mask"), ConfigError, "old_megatron", release=RELEASE)
 
 
 _MEGATRON = Path(megatron.core.__file__).parent

@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.errors import CheckpointError, ConfigError, DataError, refusal, reworded, some
+from megarl.errors import CheckpointError, ConfigError, DataError, refusal, refuse_if, reworded, some
 from megarl.files import hf_config
 from megarl.files.foreign_json import require_regular
+from megarl.files.texts import read_table
 from megarl.files.writing import model_files
 from megarl.models.hf_folder import INDEX, SINGLE, read_json, weight_files
 from megarl.models.quantized import FLOATS, SCALES, dequantize, describe_misfit, pair_codes, shape_of_weight
@@ -24,11 +25,7 @@ MANIFEST = "conversion.json"
 """A conversion's file with checksums, and with the names of left-out tensors."""
 _READ_ERRORS = (SafetensorError, RuntimeError, ValueError)
 T = TypeVar("T")
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8},
-    **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
-}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in read_table(__file__).items()}
 
 
 _LAYER = re.compile(r"(?:^|\.)model\.(?:language_model\.)?layers\.(\d+)\.(.+)")
@@ -114,8 +111,7 @@ class HFCheckpoint:
 
         rows: of the first axis, read without the others.
         """
-        if name not in self._files:
-            raise CheckpointError(f"{self.path} holds no {name}")
+        refuse_if(name not in self._files, CheckpointError, "no_tensor", path=self.path, name=name)
         file = self._files[name]
         with reworded(_READ_ERRORS, CheckpointError, f"{file}: {name} cannot be read (", ")"):
             return self._handle(file).get_tensor(name) if rows is None else self._slice(name)[rows]
@@ -295,8 +291,7 @@ _BESIDE = "model-beside-text.safetensors"
 def _copy_beside_text(source: Path, target: Path) -> None:
     with HFCheckpoint(source) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.names_beside_text()}
-    if not tensors:
-        raise CheckpointError(refusal("text_alone", source=source))
+    refuse_if(not tensors, CheckpointError, "text_alone", source=source)
     save_tensors(tensors, target / _BESIDE)
     empty = {"metadata": {"total_size": 0}, "weight_map": {}}
     index = read_json(target / INDEX) if (target / INDEX).is_file() else empty

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, DataError, refusal, reworded
+from megarl.errors import ConfigError, DataError, refusal, refuse_if, reworded
 from megarl.files import hf_config
 from megarl.files.foreign_json import read_object
 from megarl.files.hf_config import FAMILIES, LACKING, ROPE, HFConfig, family_entry
@@ -106,11 +106,9 @@ def llama3_factor(rope: HFConfig) -> float | None:
     """Return the factor of Llama 3.1's scaling; None without scaling. ConfigError for bounds that Megatron lacks."""
     if rope["rope_type"] == "default":
         return None
-    if rope["rope_type"] != "llama3":
-        raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported; expected 'default', 'llama3' or 'yarn'")
+    refuse_if(rope["rope_type"] != "llama3", ConfigError, "rope_type", rope=rope)
     bounds = {name: rope[name] for name in _LLAMA3}
-    if bounds != _LLAMA3:
-        raise ConfigError(f"rope_type 'llama3' with {bounds} is not supported; expected {_LLAMA3}")
+    refuse_if(bounds != _LLAMA3, ConfigError, "llama3_bounds", bounds=bounds, expected=_LLAMA3)
     return float(rope["factor"])
 
 
@@ -184,8 +182,7 @@ def _windows(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 def _grouped_attention(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     heads = hf["num_attention_heads"]
     groups, width = hf["num_key_value_heads"] or heads, hf.get("head_dim") or hf["hidden_size"] // heads
-    if heads % groups:
-        raise ConfigError(f"num_key_value_heads is {groups}, expected a divisor of num_attention_heads, {heads}")
+    refuse_if(heads % groups, ConfigError, "query_groups", groups=groups, heads=heads)
     return {
         "num_query_groups": groups,
         "kv_channels": width,
@@ -201,8 +198,7 @@ def _softmax_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 
 def _experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     moe = hf_config.read_moe(hf)
-    if not moe.moe_layers:
-        raise ConfigError(refusal("no_experts", layers=moe.num_layers))
+    refuse_if(not moe.moe_layers, ConfigError, "no_experts", layers=moe.num_layers)
     return {
         "moe_ffn_hidden_size": hf[traits.get("expert_width", "moe_intermediate_size")],
         "num_moe_experts": moe.num_experts,
@@ -215,17 +211,16 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
     topk, groups, topk_groups = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
     is_normalised = traits.get("normalised") or hf["norm_topk_prob"]
-    if not is_normalised or topk < 2:
-        raise ConfigError(refusal("sigmoid_topk", normalised=is_normalised, topk=topk))
+    refuse_if(not is_normalised or topk < 2, ConfigError, "sigmoid_topk", normalised=is_normalised, topk=topk)
     # The model ranks groups by 2 experts, Megatron by topk // topk_group.
     if topk_groups > groups or (groups > 1 and topk // topk_groups != 2):
         raise ConfigError(refusal("topk_of_groups", topk=topk, chosen=topk_groups, groups=groups))
     experts = _experts(hf, traits)
     shared = hf.get("n_shared_experts") or hf.get("num_shared_experts") or 0
     per_group, odd = divmod(experts["num_moe_experts"], groups)
-    if groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk):
-        facts = {"groups": groups, "chosen": topk_groups, "experts": experts["num_moe_experts"], "topk": topk}
-        raise ConfigError(refusal("expert_groups", **facts))
+    facts = {"groups": groups, "chosen": topk_groups, "experts": experts["num_moe_experts"], "topk": topk}
+    is_uneven = groups > 1 and (odd or per_group < 2 or topk_groups * per_group < topk)
+    refuse_if(is_uneven, ConfigError, "expert_groups", **facts)
     return {
         **experts,
         "moe_router_score_function": "sigmoid",
@@ -240,9 +235,8 @@ def _sigmoid_experts(hf: HFConfig, traits: Traits) -> dict[str, Any]:
 def _latent_attention(hf: HFConfig, _: Traits) -> dict[str, Any]:
     heads, plain, rotated = (hf[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     for key, size in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": plain + rotated}.items():
-        if hf.get(key) not in (None, size):
-            facts = {"key": key, "value": hf[key], "size": size}
-            raise ConfigError(refusal("latent_width", heads=heads, plain=plain, rotated=rotated, **facts))
+        facts = {"key": key, "value": (value := hf.get(key)), "size": size, "heads": heads, "plain": plain}
+        refuse_if(value not in (None, size), ConfigError, "latent_width", rotated=rotated, **facts)
     return {"multi_latent_attention": True, "qk_layernorm": True}
 
 
@@ -267,8 +261,7 @@ def _delta_net(hf: HFConfig, _: Traits) -> dict[str, Any]:
         types = [kinds[(layer + 1) % interval > 0] for layer in range(num_layers)]
     fields = {name: hf[name] for name in hf.defaults if name.startswith("linear_")}
     keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
-    if values % keys:
-        raise ConfigError(f"linear_num_value_heads is {values}, expected a multiple of linear_num_key_heads, {keys}")
+    refuse_if(values % keys, ConfigError, "value_heads", values=values, keys=keys)
     gates = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
     return {**fields, **gates, "linear_attention_freq": [kinds.index(kind) for kind in types]}
 
@@ -281,8 +274,7 @@ READERS: Mapping[str, Reader] = {reader.__name__.removeprefix("_"): reader for r
 def read_shape(model_path: str | Path) -> ModelShape:
     """Return the shape of the checkpoint in a folder, from config.json. ConfigError for an unsupported model."""
     path = Path(model_path) / "config.json"
-    if not os.path.lexists(path):
-        raise ConfigError(f"{path} does not exist, expected a folder with a Hugging Face checkpoint")
+    refuse_if(not os.path.lexists(path), ConfigError, "no_model_folder", path=path)
     with reworded(DataError, ConfigError, suffix=", expected the config of a Hugging Face model"):
         hf = read_object(path)
     kind = str(hf.get("model_type", ""))
@@ -312,8 +304,7 @@ def _read(hf: HFConfig, kind: str) -> ModelShape:
     if (rotated := rope["partial_rotary_factor"]) != 1 and (is_yarn or not traits.get("partly_rotated")):
         raise ConfigError(f"partial_rotary_factor is {rotated}, expected 1.0: {kind} turns whole heads")
     width = fields["qk_pos_emb_head_dim"] if is_latent else int(fields["kv_channels"] * rotated)
-    if width < 2 or width % 2:
-        raise ConfigError(refusal("odd_rotation", width=width))
+    refuse_if(width < 2 or width % 2, ConfigError, "odd_rotation", width=width)
     if traits.get("whole_heads") and hf["hidden_size"] % hf["num_attention_heads"]:
         raise ConfigError(refusal("hidden_of_heads", hidden=hf["hidden_size"], heads=hf["num_attention_heads"]))
     shape = ModelShape(

@@ -30,7 +30,7 @@ from megarl.config.file import RUN_ID, SAVED, read_toml
 from megarl.config.trust import PLUGS
 from megarl.data.benchmarks import HELDOUT, choose
 from megarl.data.records import read_records, require_file
-from megarl.errors import ConfigError, DataError, refusal
+from megarl.errors import ConfigError, DataError, refusal, refuse_if
 from megarl.files.outputs import free_name
 from megarl.files.texts import read_table
 from megarl.files.writing import read_record, sha256_of, write_atomically
@@ -69,8 +69,7 @@ def claim(config: Config) -> None:
 
 
 def _require_same_settings(config: Config, folder: Path, saved: Path) -> None:
-    if not config.checkpoint.resume:
-        raise ConfigError(refusal("no_resume", folder=folder))
+    refuse_if(not config.checkpoint.resume, ConfigError, "no_resume", folder=folder)
     if not (settings := read_toml(saved)):
         raise ConfigError(refusal("empty_config", saved=saved))
     if difference := _first_difference(settings, config):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import ConfigError, MegarlError, printable
+from megarl.errors import ConfigError, MegarlError, printable, refuse_if
 from megarl.files.foreign_json import read_object
 from megarl.files.writing import read_record
 from megarl.run.fields import require_fields
@@ -47,8 +47,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         path.lstat()
         status = read_object(path)
         require_fields(status, "status", _LARGEST)
-        if status["ranks"] > _MOST_RANKS:
-            raise ValueError(f"ranks is {status['ranks']}")
+        refuse_if(status["ranks"] > _MOST_RANKS, ValueError, "ranks_of_status", status=status)
         status["health"] = _VERDICTS.validate_python(status.get("health"))  # None: no step is judged
     except ValidationError as error:
         raise ConfigError(f"{path} is damaged: health: {error.errors()[0]['msg']}") from None

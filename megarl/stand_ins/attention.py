@@ -13,11 +13,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -26,7 +22,7 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, refuse_if
 
 
 @dataclass
@@ -154,7 +150,7 @@ class PackedAttention(torch.nn.Module):
             return column
         if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
             raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
-        return gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
+        return mappings.gather_from_sequence_parallel_region(column, group=self.cp_group)[packing.from_ranks]
 
     def _sequences(self, packing: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield for the n sequences of each length: rows of this rank's queries [n, q], rows of the keys [n, length],
@@ -210,8 +206,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, own_eps: float | None = None, **_: Any
     ) -> None:
-        if config.normalization != "RMSNorm":
-            raise ConfigError(f"norm {config.normalization!r} needs Transformer Engine, expected 'RMSNorm'")
+        refuse_if(config.normalization != "RMSNorm", ConfigError, "norm_needs_te", config=config)
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self.is_centred = config.layernorm_zero_centered_gamma
@@ -241,7 +236,8 @@ class NormOverHeads(RMSNorm):
         """[..., heads, d] -> the same shape."""
         group = parallel_state.get_tensor_model_parallel_group()
         squares = x.float().square().sum((-2, -1), keepdim=True)
-        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares, group), group)
+        squares = mappings.reduce_from_tensor_model_parallel_region(squares, group)
+        squares = mappings.copy_to_tensor_model_parallel_region(squares, group)
         shares = self.weight.view(-1, self._head_width).chunk(parallel_state.get_tensor_model_parallel_world_size())
         scale = torch.rsqrt(squares / self.weight.numel() + (self.eps or 0.0))
         return (x.float() * scale).to(x.dtype) * shares[parallel_state.get_tensor_model_parallel_rank()]

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, refuse_if
 from megarl.stand_ins.attention import buckets_of, in_packed_order
 
 _Megatron: Any = GatedDeltaNet
@@ -63,8 +63,7 @@ class PackedDeltaNet(_Megatron):
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any) -> None:
         heads, tp = config.linear_num_key_heads or 0, config.tensor_model_parallel_size
-        if heads % tp:
-            raise ConfigError(f"linear_num_key_heads is {heads}, expected a multiple of parallel.tp, {tp}")
+        refuse_if(heads % tp, ConfigError, "key_heads_of_tp", heads=heads, tp=tp)
         has_kernel, _MEGATRON["HAVE_FLA"] = _MEGATRON["HAVE_FLA"], True
         options.pop("cp_comm_type", None)  # of attention
         try:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megarl.errors import ConfigError, refusal
+from megarl.errors import ConfigError, refusal, refuse_if
 from megarl.files.texts import read_table
 from megarl.models.shapes import ModelShape
 from megarl.stand_ins import cpu
@@ -64,8 +64,7 @@ def hide_unusable() -> None:
     """Let imports of an installed TE fail if it is not used. ConfigError if Megatron has been imported before."""
     if find_te()[0] or importlib.util.find_spec(_NAME) is None:
         return
-    if "megatron.core" in sys.modules:
-        raise ConfigError(refusal("late_enable_cpu"))
+    refuse_if("megatron.core" in sys.modules, ConfigError, "late_enable_cpu")
     for module in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
         del sys.modules[module]
     sys.modules[_NAME] = None  # type: ignore[assignment] # Python's way to say that an import fails

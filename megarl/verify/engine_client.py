@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import ConfigError, RequestError, RolloutError, TraceError, reworded
+from megarl.errors import ConfigError, RequestError, RolloutError, TraceError, refuse_if, reworded
 from megarl.files.foreign_json import UNPACKED
 from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import routes_from_sglang
@@ -78,8 +78,7 @@ class EngineClient:
         self.name, self.info = "vLLM", self.call("/version")
         if self.info is None:
             self.name, self.info = "SGLang", self.call("/server_info")
-        if not isinstance(self.info, dict) or "version" not in self.info:
-            raise ConfigError(f"{url} answers neither /server_info (SGLang) nor /version (vLLM): name the server")
+        refuse_if(not isinstance(self.info, dict) or "version" not in self.info, ConfigError, "other_service", url=url)
 
     def call(self, path: str, body: Any = None) -> Any:
         """Return the JSON of an answer, to a POST if there is a body; None without such a page. RolloutError without an

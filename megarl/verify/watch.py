@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-from megarl.errors import ReplayError, refusal
+from megarl.errors import ReplayError, refuse_if
 from megarl.files.hf_config import MoeShape
 from megarl.replay.checks import fitting_shape
 from megarl.replay.layout import local_rows
@@ -68,13 +68,11 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         most_rows: int | None = 1024,
         shape: MoeShape | None = None,
     ) -> None:
-        if most_rows is not None and most_rows < 1:
-            raise ReplayError(f"most_rows = {most_rows}, expected a number of rows from 1, or None for all")
+        refuse_if(most_rows is not None and most_rows < 1, ReplayError, "most_rows", most_rows=most_rows)
         self._on, self._most_rows = on, most_rows
         model_chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
         decoders = [chunk.decoder for chunk in map(unwrap, model_chunks) if getattr(chunk, "decoder", None) is not None]
-        if not decoders:
-            raise ReplayError("no model chunk has a decoder; expected the model chunks of this rank, each a GPTModel")
+        refuse_if(not decoders, ReplayError, "no_decoder")
         self._config = decoders[0].config
         self.shape = fitting_shape(self._config, shape)
         of_decoder = [layer for decoder in decoders for layer in _moe_layers(decoder)]
@@ -106,8 +104,7 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
             for layer, calls in every.items():
                 dispatcher, name = layer.token_dispatcher, _entrance(layer)
                 original = getattr(dispatcher, name)
-                if isinstance(original, partial):
-                    raise ReplayError(f"layer {layer.layer_number} is watched already; close the other RoutingWatch")
+                refuse_if(isinstance(original, partial), ReplayError, "watched_twice", layer=layer)
                 signature = inspect.signature(getattr(type(dispatcher), name))  # another tool may have wrapped it
                 dispatch = partial(self._dispatch, original, signature, calls)
                 restore.enter_context(Replaced(dispatcher, **{name: dispatch}))
@@ -143,9 +140,9 @@ class RoutingWatch(AbstractContextManager["RoutingWatch"]):
         if not self._on or not (self._replayed_layers or (self._exempt_layers and has_tokens)):
             return compare_routes([], [], self.layers)
         for micro, routes in enumerate(expected):
-            if routes.experts.dim() != 3 or routes.experts.size(1) != len(self.layers):
-                facts = {"shape": list(routes.experts.shape), "num": len(self.layers), "layers": self.layers}
-                raise ReplayError(refusal("other_columns", micro=micro, **facts))
+            facts = {"shape": (shape := [*routes.experts.shape]), "num": len(self.layers), "layers": self.layers}
+            is_wrong = len(shape) != 3 or shape[1] != len(self.layers)
+            refuse_if(is_wrong, ReplayError, "other_columns", micro=micro, **facts)
         calls = [self._calls.get(layer, ([], [])) for layer in self._decoder_layers]
         passes = _by_micro_batch([forward for forward, _ in calls])
         sets = [_sets_of(routes, self.shape.num_experts) for routes in expected]

@@ -8,6 +8,7 @@ response of any length. Responses are tested independently.
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -41,16 +42,13 @@ def row_scores(num_layers: int, topk: int, flip: float = HONEST_FLIPS[0]) -> np.
 
 def _beta_binomial(count: int, mean: float) -> np.ndarray:
     """float64 [count + 1]: probabilities of a binomial whose rate is beta distributed with a + b = SPREAD."""
-    a, b = mean * SPREAD, (1.0 - mean) * SPREAD
+    a, b, hits, lgamma = mean * SPREAD, (1.0 - mean) * SPREAD, np.arange(count + 1), np.vectorize(math.lgamma)
 
-    def log_beta(x: float, y: float) -> float:
-        return math.lgamma(x) + math.lgamma(y) - math.lgamma(x + y)
+    def log_beta(x: Any, y: Any) -> Any:
+        return lgamma(x) + lgamma(y) - lgamma(x + y)
 
-    logs = [
-        log_beta(a + k, b + count - k) - log_beta(a, b) - log_beta(k + 1, count - k + 1) - math.log(count + 1)
-        for k in range(count + 1)
-    ]
-    return np.exp(logs)
+    of_choice = log_beta(hits + 1, count - hits + 1)
+    return np.exp(log_beta(a + hits, b + count - hits) - log_beta(a, b) - of_choice - math.log(count + 1))
 
 
 def find_foreign(num_shared: np.ndarray, topk: int, batch: TrainBatch) -> np.ndarray:

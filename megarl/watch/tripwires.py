@@ -245,10 +245,8 @@ class StepJudge:
 
     def _error(self, problem: str) -> RolloutError:
         assert self.verdict is not None
-        mistake = f" ({self._mistake})" if self._mistake else ""
-        return RolloutError(
-            refusal("engines_disagree", problem=problem, verdict=self.verdict.describe(), mistake=mistake)
-        )
+        facts = {"verdict": self.verdict.describe(), "mistake": f" ({self._mistake})" if self._mistake else ""}
+        return RolloutError(refusal("engines_disagree", problem=problem, **facts))
 
 
 def _resolve(setting: float | str, learnt: float) -> float:

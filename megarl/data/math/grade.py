@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megarl.data.math.grammar import Item, Reader, are_equal, are_equal_lists, as_equations
 from megarl.data.math.text import UnreadableError, clean, last_box, read_words, split, squeeze
+from megarl.errors import refuse_if, reworded
 
 _MAX_CHARACTERS = 1000
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -48,8 +49,7 @@ def read_key(answer: str) -> Key:
             return Key(texts[-1], *_read(texts[-1]))
         except UnreadableError:
             continue
-    if not any(texts):
-        raise ValueError(f"math_strict finds nothing to compare with in the answer {answer!r:.80}")
+    refuse_if(not any(texts), ValueError, "empty_answer", answer=answer)
     return Key(texts[-1], None, frozenset())
 
 
@@ -81,10 +81,9 @@ def _read(text: str) -> tuple[tuple[Item, ...], frozenset[str]]:
     forms: frozenset[str] = frozenset()
     for signs in _SIGNS if {r"\pm", r"\mp"} & set(tokens) else ({},):
         reader = Reader([signs.get(token, token) for token in tokens])
-        try:
+        kinds = (ArithmeticError, AttributeError, NotImplementedError, TypeError)
+        with reworded(kinds, UnreadableError, "sympy cannot make it", tell=lambda _: ""):
             values = reader.read()
-        except (ArithmeticError, AttributeError, NotImplementedError, TypeError) as error:
-            raise UnreadableError("sympy cannot make it") from error
         items += [item for item in values if not signs or not any(are_equal(item, old) for old in items)]
         forms |= reader.forms
     return tuple(items), forms

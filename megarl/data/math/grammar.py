@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 from sympy import E, Float, I, Integer, Mul, N, Rational, S, Symbol, pi
 
-from megarl.data.math.text import CLOSING, CURRENCIES, SCALES, UnreadableError, name_unit
+from megarl.data.math.text import CLOSING, CURRENCIES, SCALES, UnreadableError, name_unit, refuse
 from megarl.files.texts import read_table
 
 _TABLES = read_table(__file__)
@@ -59,8 +59,7 @@ class Reader:
         return is_next
 
     def _require(self, *expected: str) -> None:
-        if not self._take(*expected):
-            raise UnreadableError(f"{self._next()!r} in place of {expected}")
+        refuse(not self._take(*expected), f"{self._next()!r} in place of {expected}")
 
     def _mark(self, form: str, is_open: Any) -> None:
         if is_open:
@@ -86,8 +85,7 @@ class Reader:
             side, unit = self._side()
             sides.append(side)
             units |= {unit} - {""}
-        if len(units) > 1 or (name and relations):
-            raise UnreadableError(f"the units {units}, the relations {relations}")
+        refuse(len(units) > 1 or (name and relations), f"the units {units}, the relations {relations}")
         item = relate(sides, relations)
         return replace(item, name=name or item.name, unit="".join(units))
 
@@ -159,8 +157,7 @@ class Reader:
         return product
 
     def _divide(self, left: Any, right: Any) -> Any:
-        if require_number(right) == 0:
-            raise UnreadableError("division by 0")
+        refuse(require_number(right) == 0, "division by 0")
         if require_number(left).is_number and right.is_number:
             (a, left_factors), (b, right_factors) = map(_factors, (left, right))
             ratio = left_factors / right_factors
@@ -177,8 +174,7 @@ class Reader:
             return None
         self._at += 2
         exponent = self._argument()
-        if not exponent.is_Integer or abs(exponent) > _MAX_COUNT:
-            raise UnreadableError("a power of ten out of bounds")
+        refuse(not exponent.is_Integer or abs(exponent) > _MAX_COUNT, "a power of ten out of bounds")
         return Integer(10) ** exponent
 
     def _power(self) -> Any:
@@ -234,8 +230,7 @@ class Reader:
     def _primary(self) -> Any:
         token = self._next()
         self._at, self._depth = self._at + 1, self._depth + 1
-        if self._depth > _MAX_DEPTH:
-            raise UnreadableError("too deep")
+        refuse(self._depth > _MAX_DEPTH, "too deep")
         value = self._read_primary(token)
         self._depth -= 1
         return value
@@ -315,8 +310,7 @@ class Reader:
             raise UnreadableError("a function of a number out of bounds")
         self._mark(r"\log" if name in (r"\ln", r"\lg") else name, argument.is_number)
         value = _FUNCTIONS[name](argument, *bases)
-        if value.has(S.NaN, S.ComplexInfinity):
-            raise UnreadableError("a function without a value")
+        refuse(value.has(S.NaN, S.ComplexInfinity), "a function without a value")
         return value if exponent == 1 else self._raise(value, exponent)
 
     def _bracket(self, opening: str) -> Any:
@@ -358,8 +352,7 @@ def _factors(value: Any) -> tuple[Any, Any]:
 def _read_number(token: str) -> Any:
     digits = re.sub(r"(?<=\d)(?:,|\\!)", "", token).replace("E", "e")
     mantissa, _, exponent = digits.partition("e" if "\\" not in token else "E")
-    if len(exponent) > 5 or abs(int(exponent or 0)) > _MAX_COUNT:
-        raise UnreadableError("an exponent out of bounds")
+    refuse(len(exponent) > 5 or abs(int(exponent or 0)) > _MAX_COUNT, "an exponent out of bounds")
     head, *tail = re.split(r"\(|\\[a-z]+", mantissa)
     value = Rational(head.removesuffix(".") or "0")
     if tail:
@@ -399,8 +392,7 @@ class Item:
 
 def require_number(value: Any) -> Any:
     """Return an expression. UnreadableError for a list or a relation."""
-    if isinstance(value, Collection | Relation):
-        raise UnreadableError("a list in a formula")
+    refuse(isinstance(value, Collection | Relation), "a list in a formula")
     return value
 
 
@@ -412,8 +404,7 @@ def relate(sides: Sequence[Any], relations: Sequence[str]) -> Item:
         sides, relations = sides[::-1], [_FLIPPED.get(relation, relation) for relation in relations[::-1]]
     if len(relations) == 2 and {*relations} <= {"<", r"\le"} and (name := _symbol(sides[1])):
         return Item(_interval(sides[0], relations[0], sides[2], relations[1]), name)
-    if len(relations) != 1:
-        raise UnreadableError("a chain of relations")
+    refuse(len(relations) != 1, "a chain of relations")
     relation, (left, right) = relations[0], sides
     if relation in ("=", r"\equiv") and not _symbol(left):
         left, right = right, left

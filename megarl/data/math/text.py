@@ -30,6 +30,12 @@ class UnreadableError(ValueError):
     """The grammar cannot read the text, or a number is too large."""
 
 
+def refuse(is_unreadable: object, problem: str) -> None:
+    """Raise UnreadableError with this text if ``is_unreadable``."""
+    if is_unreadable:
+        raise UnreadableError(problem)
+
+
 def last_box(text: str) -> str | None:
     r"""Return the content of the last ``\boxed`` or ``\fbox`` of a text, of nested boxes the outer box.
 
@@ -60,8 +66,7 @@ def clean(content: str) -> str:
     while inner := _WHOLE_BOX.fullmatch(content):
         content = inner[1]
     content = content.translate(_TRANSLATION)
-    if re.search(r"(?<!\\)%(?!\s*$)", content):
-        raise UnreadableError("a comment")
+    refuse(re.search(r"(?<!\\)%(?!\s*$)", content), "a comment")
     content = re.sub(r"(?<!\\)%", r"\\%", content)
     content = _DOLLAR.sub(r"\\$" if len(_DOLLAR.findall(content)) == 1 else "", content)
     content = re.sub(r"^\s*\\[(\[]|\\[)\]]\s*$", "", content)

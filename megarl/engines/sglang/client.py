@@ -28,7 +28,7 @@ from megarl.config.tables.rollout import SGLangConfig
 from megarl.core.types import Rollout, SampleRequest
 from megarl.engines.protocol import Begin, OnFinish, Session, prompt_alone, run_session
 from megarl.engines.sglang.http import is_ready
-from megarl.errors import DataError, RequestError, RolloutError, TraceError, refusal, reworded
+from megarl.errors import DataError, RequestError, RolloutError, TraceError, refusal, refuse_if, reworded
 from megarl.files.foreign_json import UNPACKED, parse_json, read_body, retry_after
 
 KEEP_CONNECTION_S = 3.0
@@ -130,8 +130,7 @@ class SGLangClient:
     ) -> None:
         """``headers`` go with every request, an API key among them. ``tell`` gets a line for the first
         event of a kind since the counts were cleared."""
-        if not urls:
-            raise RolloutError("there is no SGLang server to send requests to")
+        refuse_if(not urls, RolloutError, "no_server")
         self.urls, self.settings, self.tell = [*urls], settings, tell
         self.headers = UNPACKED | dict(headers)
         self.counts = Counter[str]()
@@ -351,18 +350,15 @@ class _RequestSession(Session):
 
     async def _post(self, url: str, body: dict[str, Any], request: SampleRequest) -> Any:
         limit = self._call.max_bytes(request)
-        try:
+        named: Any = {"prefix": f"{url}: ", "tell": lambda error: f"{type(error).__name__}: {error}"}
+        away = reworded((aiohttp.ClientConnectionError, aiohttp.ClientPayloadError), AwayError, **named)
+        wrong = reworded(DataError, partial(RetryError, event=WRONG))
+        with reworded(aiohttp.ClientError, RetryError, **named), away, wrong:
             async with self._http.post(f"{url}/generate", json=body, allow_redirects=False) as response:
                 status, wait_s = response.status, retry_after(response.headers, MAX_WAIT_S)
                 answer = await read_body(response, f"{url}/generate", limit)
             if status == 200:
                 return parse_json(answer, f"{url}/generate", limit)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise AwayError(f"{url}: {type(error).__name__}: {error}") from error
-        except aiohttp.ClientError as error:
-            raise RetryError(f"{url}: {type(error).__name__}: {error}") from error
-        except DataError as error:
-            raise RetryError(str(error), WRONG) from error
         message = f"HTTP {status}: {answer[:300].decode('utf-8', errors='replace')}"
         if status >= 500 or status in (*BUSY, TOO_LARGE):
             remedy = "raise the limit of this server or proxy" if status == TOO_LARGE else ""

@@ -155,10 +155,8 @@ class Member:
 
     def connect(self) -> None:
         """Make a new sender; RolloutError without an answer, ConfigError if megarl cannot use the server."""
-        fleet = self.fleet
-        info = server_info(self.url, fleet.api_key, deadline())
-        settings = fleet.settings
-        info = {**info, "checksums": settings.checksums}
+        fleet, settings = self.fleet, self.fleet.settings
+        info = server_info(self.url, fleet.api_key, deadline()) | {"checksums": settings.checksums}
         release, warnings = check_server(info, settings.tp, fleet.routes, fleet.nucleus, fleet.source, settings.fp8)
         if self.connection is not None:
             self.connection.leave_group()  # not closed: a keeper may use the connection

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.engines.tools.protocol import ToolResult
+from megarl.errors import refuse_if, reworded
 from megarl.files.texts import read_table
 
 MAX_LENGTH = 1000
@@ -53,18 +54,15 @@ def evaluate(expression: str) -> Number:
     ValueError for other syntax and for too large numbers, ArithmeticError for a division by zero or an overflow,
     TypeError for a wrong argument of a function.
     """
-    if len(expression) > MAX_LENGTH:
-        raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are read")
-    try:
+    refuse_if(len(expression) > MAX_LENGTH, ValueError, "long_expression", num=len(expression), most=MAX_LENGTH)
+    kinds = (SyntaxError, RecursionError, MemoryError)
+    with reworded(kinds, ValueError, "this is no arithmetic expression", tell=lambda _: ""):
         tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("this is no arithmetic expression") from error
     return _compute(tree.body, 0)
 
 
 def _compute(node: ast.expr, depth: int) -> Number:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"the expression is nested more than {MAX_DEPTH} deep")
+    refuse_if(depth > MAX_DEPTH, ValueError, "nested_expression", most=MAX_DEPTH)
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _require_small(number)
@@ -98,5 +96,4 @@ def _require_small(value: Number) -> Number:
 
 
 def _check_bits(bits: int) -> None:
-    if bits > MAX_BITS:
-        raise ValueError(f"an integer in it has more than {MAX_BITS} bits")
+    refuse_if(bits > MAX_BITS, ValueError, "long_integer", most=MAX_BITS)

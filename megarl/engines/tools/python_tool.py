@@ -16,7 +16,7 @@ import psutil
 
 from megarl.engines.tools.protocol import ToolExit, ToolResult
 from megarl.engines.tools.sandbox import MEMORY_EXIT, Child, Limits, Sandbox
-from megarl.errors import ConfigError, RolloutError, refusal
+from megarl.errors import ConfigError, RolloutError, refuse_if
 
 T = TypeVar("T")
 START_S = 5.0
@@ -147,13 +147,10 @@ class _Call:
 
 
 def _classify_exit(status: int) -> ToolExit:
-    if status == 0:
-        return "ok"
-    if status == MEMORY_EXIT:
-        return "memory"
-    if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
-        return "timeout"
-    return "killed" if status < 0 or 128 < status <= 192 else "error"  # bubblewrap reports a signal as 128 + number
+    exits: dict[int, ToolExit] = {0: "ok", MEMORY_EXIT: "memory"}
+    exits |= dict.fromkeys((-signal.SIGXCPU, 128 + signal.SIGXCPU), "timeout")
+    is_killed = status < 0 or 128 < status <= 192  # bubblewrap reports a signal as 128 + number
+    return exits.get(status, "killed" if is_killed else "error")
 
 
 def _try(sandbox: Sandbox) -> bool:
@@ -169,8 +166,7 @@ def _try(sandbox: Sandbox) -> bool:
             limits_files = b"ready files" in status.read()
         with open(child.output_fd, "rb") as output:
             text = output.read().decode("utf-8", "replace")
-    if text != "42\n":
-        raise ConfigError(refusal("bubblewrap_fails", sandbox=sandbox, text=text.strip()[-500:]))
+    refuse_if(text != "42\n", ConfigError, "bubblewrap_fails", sandbox=sandbox, text=text.strip()[-500:])
     return limits_files
 
 

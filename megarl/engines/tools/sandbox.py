@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.errors import ConfigError, RolloutError, refusal, reworded
+from megarl.errors import ConfigError, RolloutError, refuse_if, reworded
 from megarl.files.texts import read_table
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
@@ -40,6 +40,7 @@ _MAX_SIGNALS = 1024
 
 
 _TABLE = read_table(__file__, "system_calls.toml")
+_BUBBLEWRAP = {name: words.split() for name, words in _TABLE["bubblewrap"].items()}
 _CLONE3 = 435
 _FIRST_UNKNOWN = 470
 """Later calls fail as in a kernel without these calls, so that libc falls back to older calls."""
@@ -94,8 +95,7 @@ class Sandbox:
         self.limits = limits
         self.interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
         self.bwrap = shutil.which("bwrap") or ""
-        if not self.bwrap:
-            raise ConfigError(refusal("no_bubblewrap"))
+        refuse_if(not self.bwrap, ConfigError, "no_bubblewrap")
         self.readable = _find_prefixes(self.interpreter)
         """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
 
@@ -111,7 +111,8 @@ class Sandbox:
             ready_end = _close_with(os.dup(status_end), child)  # bubblewrap closes its own descriptor
             owner_fd = _close_with(os.pidfd_open(os.getpid()), child)
             filter_fd = _close_with(_make_sealed_file(filter_program()), child)
-            wrapper = [self.bwrap, *_namespaces(), *self._files()]
+            of_user = _BUBBLEWRAP["of_user" if os.geteuid() else "of_root"]
+            wrapper = [self.bwrap, *_BUBBLEWRAP["namespaces"], *of_user, *self._files()]
             wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(filter_fd), "--"]
             program = ["-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end, owner_fd)]
             code_fd = _close_with(_make_sealed_file(code.encode("utf-8", "replace")), child)
@@ -136,51 +137,25 @@ class Sandbox:
             args += ["--perms", "0755", "--dir", parent]
         for path in shown:
             args += ["--ro-bind-try", path, path]
-        # Not bubblewrap's /dev, which has terminals: the host has a limited number.
-        args += ["--proc", "/proc", "--tmpfs", "/dev", "--symlink", "/proc/self/fd", "/dev/fd"]
-        for name in ("null", "zero", "full", "random", "urandom"):
-            args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        return [*args, "--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+        return args + _BUBBLEWRAP["after_files"]
 
     def _settings(self, ready_end: int, owner_fd: int) -> str:
         limits, unused_user = self.limits, os.geteuid() == 0
-        rlimits = {
-            "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),  # SIGXCPU, and SIGKILL for code that ignores it
-            "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
-            "RLIMIT_FSIZE": (limits.scratch_bytes, limits.scratch_bytes),
-            "RLIMIT_NOFILE": (_MAX_OPEN_FILES, _MAX_OPEN_FILES),
-            "RLIMIT_SIGPENDING": (_MAX_SIGNALS, _MAX_SIGNALS),
-            "RLIMIT_CORE": (0, 0),
-        }
         # Counted per user and user namespace: an unused user has no init process.
-        total = (0 if unused_user else 1) + 1 + limits.num_processes
-        rlimits["RLIMIT_NPROC"] = (total, total)
+        sizes = {"NPROC": (0 if unused_user else 1) + 1 + limits.num_processes, "NOFILE": _MAX_OPEN_FILES, "CORE": 0}
+        sizes |= {"AS": limits.memory_bytes, "FSIZE": limits.scratch_bytes, "SIGPENDING": _MAX_SIGNALS}
+        rlimits = {f"RLIMIT_{name}": (size, size) for name, size in sizes.items()}
+        rlimits["RLIMIT_CPU"] = limits.cpu_s, limits.cpu_s + 1  # SIGXCPU, and SIGKILL for code that ignores it
         uid = _unused_uid() if unused_user else None
         settings = {"rlimits": rlimits, "uid": uid, "num_files": limits.scratch_files, "owner_fd": owner_fd}
         return json.dumps(settings | {"status_fd": ready_end, "memory_exit": MEMORY_EXIT})
-
-
-def _namespaces() -> list[str]:
-    args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    # The host's init reaps bubblewrap's init. Containers often have no init: each call would leave a zombie. Therefore
-    # the bootstrap is the init, and bubblewrap ends after the bootstrap.
-    args += ["--as-pid-1", "--new-session"]
-    # The bootstrap drops the capability after limiting the files in /tmp, before the code runs.
-    args += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
-    if os.geteuid() != 0:
-        # An id other than 0 would not own the namespace in which /tmp is mounted.
-        return ["--unshare-user", "--uid", "0", "--gid", "0", *args]
-    # In a user namespace the kernel would still exempt root from limits. Without a namespace, the bootstrap becomes an
-    # unused user, and thereby loses the capabilities.
-    return [*args, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
 
 def _unused_uid() -> int:
     """Return a user id without processes, within the range of this user namespace. ConfigError for a short range."""
     rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(rows, key=lambda row: row[2])
-    if count < 1 << 15:
-        raise ConfigError(f"this container has only {count} user ids, expected 32768 or more: run it as another user")
+    refuse_if(count < 1 << 15, ConfigError, "few_user_ids", count=count)
     return first + count // 2 + secrets.randbelow(count // 2 - 2)
 
 

@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.config import Config
-from megarl.errors import CheckpointError, DamageError, refusal
+from megarl.errors import CheckpointError, DamageError, refusal, refuse_if
 from megarl.files.pickles import require_plain
 from megarl.files.writing import sha256_of
 from megarl.megatron.checkpoints import state
@@ -61,15 +61,14 @@ def find_damage(path: Path, run: str = "") -> str | None:
     files, fault = from_main_rank(plan)
     results = gather_objects(compare())
     unreadable = next((problem for _, problem in results if problem), None)
-    if unreadable:  # no damage: the file system may be away
-        raise CheckpointError(refusal("unreadable_checkpoint", path=path, problem=unreadable))
+    # No damage: the file system may be away.
+    refuse_if(unreadable, CheckpointError, "unreadable_checkpoint", path=path, problem=unreadable)
     return next((problem for problem in (fault, *(change for change, _ in results)) if problem), None)
 
 
 def require_intact(path: Path) -> None:
     """DamageError if a checkpoint is damaged; a collective call."""
-    if fault := find_damage(path):
-        raise DamageError(f"{fault}; the checkpoint is damaged, choose another one")
+    refuse_if(fault := find_damage(path), DamageError, "damaged_checkpoint", fault=fault)
 
 
 def load(path: Path, policy: Policy) -> dict[str, Any]:
@@ -122,9 +121,8 @@ def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
         written_by, _ = loop["model"], loop["layout"]
     expected = shape.describe()
     for key in sorted({*written_by, *expected}):
-        if written_by.get(key) != expected.get(key):
-            facts = {"key": key, "value": written_by.get(key), "expected": expected.get(key)}
-            raise CheckpointError(refusal("other_model", path=path, **facts))
+        facts = {"key": key, "value": written_by.get(key), "expected": expected.get(key)}
+        refuse_if(facts["value"] != facts["expected"], CheckpointError, "other_model", path=path, **facts)
     return loop
 
 

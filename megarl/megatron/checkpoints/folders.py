@@ -22,7 +22,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.errors import DamageError, DataError, SaveError, refusal, reworded
+from megarl.errors import DamageError, DataError, SaveError, refusal, refuse_if, reworded
 from megarl.files.foreign_json import MOST_JSON_BYTES, parse_json, read_regular
 from megarl.files.outputs import IsOwn, find_foreign, free_name, matches, partial_of, remove_own, replace_folder
 from megarl.files.writing import describe_write_error, read_record, sha256_of, sync, write_atomically
@@ -164,13 +164,11 @@ def read_manifest(path: Path, run: str = "") -> Files:
     run: the run that must have saved the checkpoint; empty for any.
     """
     file = path / MANIFEST
-    if not file.is_file():
-        raise DamageError(f"{path} has no {MANIFEST}, which a save writes last")
+    refuse_if(not file.is_file(), DamageError, "no_manifest", path=path, manifest=MANIFEST)
     record = _read(file)
     if path.name.startswith("step_") and path.name != step_name(record["step"]):
         raise DamageError(f"{path} is the checkpoint of step {record['step']} under another name")
-    if run and record["run"] != run:
-        raise DamageError(f"{path} is of run {record['run']}, expected {run} (remove run_id if it is of this run)")
+    refuse_if(run and record["run"] != run, DamageError, "manifest_of_other_run", path=path, record=record, run=run)
     files = {name: (size, digest) for name, (size, digest) in record["files"].items()}
     _require_files(path, files)
     return files
@@ -208,10 +206,8 @@ def _require_files(path: Path, files: Files) -> None:
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in entries}
     del sizes[MANIFEST]
     for name in sorted({*sizes, *files}):
-        if name not in sizes:
-            raise DamageError(f"{path} lacks {name}")
-        if name not in files:
-            raise DamageError(f"{path} holds {name}, with which it was not saved")
+        refuse_if(name not in sizes, DamageError, "missing_file", path=path, name=name)
+        refuse_if(name not in files, DamageError, "unsaved_file", path=path, name=name)
         if sizes[name] != (size := files[name][0]):
             raise DamageError(f"{path / name} has {sizes[name]} bytes, expected {size}")
 

@@ -17,7 +17,7 @@ from megarl.core.devices import to_device
 from megarl.core.packing import partition, select, spread, take_segments
 from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seqlens, zigzag_indices
 from megarl.core.types import TrainBatch
-from megarl.errors import ConfigError, refusal
+from megarl.errors import ConfigError, refuse_if
 from megarl.megatron.distributed import all_gather, fail_together, largest
 from megarl.replay.megatron_state import cp_position
 from megarl.stand_ins.attention import PackedSequences
@@ -79,8 +79,7 @@ def split_micro_batches(
     fail_together(failure, "the split into micro-batches")
     num_bins = -(-largest(len(bins), group) // multiple_of) * multiple_of
     fewest = -largest(-len(lengths), group)
-    if num_bins > fewest:
-        raise ConfigError(refusal("sequences_of_schedule", fewest=fewest, num_bins=num_bins))
+    refuse_if(num_bins > fewest, ConfigError, "sequences_of_schedule", fewest=fewest, num_bins=num_bins)
     bins = spread(bins, lengths, max_tokens, num_bins)
     slots = [_slots_for(sum(lengths[i] for i in sequences)) for sequences in bins]
     if padded_to_max:

@@ -33,7 +33,7 @@ from megarl.data.records import require_file, write_jsonl
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.engines.player import Sample, describe_input
 from megarl.engines.protocol import Engine
-from megarl.errors import ConfigError, RewardError, printable, refusal, reworded
+from megarl.errors import ConfigError, RewardError, printable, refusal, refuse_if, reworded
 from megarl.files.outputs import require_own_files, write_output
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
@@ -113,8 +113,7 @@ def find_checkpoint(path: Path) -> Path:
 
     ConfigError without a checkpoint. The name is final: folders under construction have a different name.
     """
-    if not path.is_dir():
-        raise ConfigError(f"--checkpoint: {path} is not a folder; expected a run's folder, or one of its checkpoints")
+    refuse_if(not path.is_dir(), ConfigError, "no_folder_to_evaluate", path=path)
     if _STEP_FOLDER.fullmatch(path.resolve().name):
         return path
     if checkpoints := complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"):

@@ -26,7 +26,7 @@ from megarl.core.packing import pack, select
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_model_tokenizer
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, refuse_if
 from megarl.files.texts import read_table
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import FrozenModel
@@ -60,10 +60,8 @@ def find_weights(
     Without a step folder, the weights are in model.path. ConfigError for a folder or flags that do not fit.
     """
     checkpoint = None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("megarl gap runs in one process: start it without torchrun")
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; expected a Hugging Face folder, a run's folder, or its checkpoint")
+    refuse_if(int(os.environ.get("WORLD_SIZE", "1")) > 1, ConfigError, "gap_on_ranks")
+    refuse_if(not path.is_dir(), ConfigError, "no_gap_folder", path=path)
     if (path / "config.json").is_file():
         overrides = {**overrides, "model.path": str(path)}
     else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.command import show
-from megarl.errors import MegarlError, refusal
+from megarl.errors import MegarlError, refusal, refuse_if, reworded
 from megarl.files.shipped import shipped_folder
 from megarl.files.texts import read_table
 
@@ -70,8 +70,7 @@ def find_installed() -> Path:
 def read_version(root: Path) -> str:
     """Return the version that a source tree states. PatchError if the tree contains no megatron/core."""
     info = root / "megatron" / "core" / "package_info.py"
-    if not info.is_file():
-        raise PatchError(f"{info} is missing: expected the folder that contains megatron/core")
+    refuse_if(not info.is_file(), PatchError, "no_megatron_core", info=info)
     pattern = r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w*)"
     fields = dict(re.findall(pattern, info.read_text(encoding="utf-8"), re.MULTILINE))
     return ".".join(fields.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")) + fields.get("PRE_RELEASE", "")
@@ -83,10 +82,9 @@ def _git(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[bytes]
     environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     environment["GIT_CEILING_DIRECTORIES"] = os.path.realpath(tempfile.gettempdir())
     settings = ["-c", "core.autocrlf=false", "-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no"]
-    try:
+    problem = "git is not installed, and megarl patch needs it; nothing was changed"
+    with reworded(FileNotFoundError, PatchError, problem, tell=lambda _: ""):
         return subprocess.run(["git", *settings, *words], cwd=folder, env=environment, capture_output=True, check=False)
-    except FileNotFoundError:
-        raise PatchError("git is not installed, and megarl patch needs it; nothing was changed") from None
 
 
 def _apply(content: bytes, release: str, name: str, *options: str) -> tuple[bytes | None, str]:
@@ -155,8 +153,7 @@ def choose(root: Path, version: str, requested: str | None) -> tuple[str, list[F
     releases = list_versions()
     release = requested or version
     if requested or release in releases:
-        if release not in releases:
-            raise PatchError(f"no patch for Megatron-Core {release}, expected one of {', '.join(releases)}")
+        refuse_if(release not in releases, PatchError, "no_patch", release=release, releases=", ".join(releases))
         return release, examine(root, release)
     releases.sort(key=lambda release: (_adds_no_hook(release), abs(_position(release) - _position(version))))
     tried = {release: examine(root, release) for release in releases}
@@ -207,8 +204,7 @@ def replace_files(root: Path, changes: Sequence[FileState]) -> None:
 
 def _stage(change: FileState, old: Path, new: Path) -> None:
     shutil.copy2(change.file, old)
-    if old.read_bytes() != change.current:
-        raise PatchError(f"{change.file} has changed meanwhile; nothing was changed, try again")
+    refuse_if(old.read_bytes() != change.current, PatchError, "changed_meanwhile", change=change)
     new.write_bytes(change.result)
     shutil.copymode(old, new)  # with a new time stamp: Python compiles the file again
     if os.geteuid() == 0:
@@ -221,7 +217,8 @@ def run(command: str, target: Path | None, version: str | None, as_json: bool = 
 
     version: take the patch of this release. as_json: print JSON.
     """
-    try:
+    names = "{0.filename}: {0.strerror}".format
+    with reworded(OSError, PatchError, "cannot read ", "; nothing was changed", names):
         root = (target or find_installed()).resolve()
         core = read_version(root)
         choice = choose(root, core, version)
@@ -242,7 +239,4 @@ def run(command: str, target: Path | None, version: str | None, as_json: bool = 
         patch = f"{release}.patch" if release else "has the hook and needs no patch"
         facts = {"version": core, "target": root, "patch": release, "files": files}
         show("\n".join([f"megatron-core {core} in {root}: {patch}", *lines]), facts, as_json)
-        if unfit and command != "status":
-            raise PatchError(f"{unfit[0].notes[0]}; nothing was changed")
-    except OSError as error:
-        raise PatchError(f"cannot read {error.filename}: {error.strerror}; nothing was changed") from error
+        refuse_if(unfit and command != "status", PatchError, "unfit_file", unfit=unfit)

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from megarl.config import Config, Layout
-from megarl.errors import ConfigError, refusal
+from megarl.errors import ConfigError, refusal, refuse_if
 from megarl.megatron.passes.blocks import round_up
 from megarl.models.names import Rule, dimensions, is_fp32, rules_of
 from megarl.models.shapes import ModelShape
@@ -40,8 +40,7 @@ def stages_of(config: Config, shape: ModelShape) -> list[Stage]:
     counts = _layers_per_stage(config, shape.num_layers)
     vpp = config.parallel.vpp or 1
     for count in counts:
-        if count % vpp:
-            raise ConfigError(refusal("vpp_of_layers", vpp=vpp, count=count))
+        refuse_if(count % vpp, ConfigError, "vpp_of_layers", vpp=vpp, count=count)
     bounds = [0, *accumulate(count // vpp for _ in range(vpp) for count in counts)]
     layers = [tuple(range(*pair)) for pair in pairwise(bounds)]
     pp, indexers = len(counts), shape.indexer_layers
@@ -53,8 +52,7 @@ def stages_of(config: Config, shape: ModelShape) -> list[Stage]:
 def _layers_per_stage(config: Config, num_layers: int) -> list[int]:
     pp, settings = config.parallel.pp, config.megatron
     for key in _UNKNOWN:
-        if settings.get(key):
-            raise ConfigError(refusal("plan_of_layers", key=key))
+        refuse_if(settings.get(key), ConfigError, "plan_of_layers", key=key)
     ends = ((0, "num_layers_in_first_pipeline_stage"), (pp - 1, "num_layers_in_last_pipeline_stage"))
     fixed = {rank: settings[key] for rank, key in ends if pp > 1 and settings.get(key) is not None}
     open_layers, open_stages = num_layers - sum(fixed.values()), pp - len(fixed)
