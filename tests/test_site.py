@@ -70,7 +70,10 @@ GOOD = {
 
 $x_{i}*y*z_{j}$ and $a<b$; a home is `$HOME`, and `\frac` a command.
 
-- a list with $\tfrac{a}{b}$
+- a list with $\tfrac{a}{b}$ and a [link $y$](formulas.md)
+
+    $$\frac{a}{b}$$
+
 - | no table
 
 | $A_i*B*$ | $\lvert x\rvert$ | `$x` |
@@ -102,6 +105,7 @@ BAD = {
     "round.md": (r"\\(x\\)", "outside code"),
     "command.md": (r"The \frac of it", "outside code"),
     "in_text.md": ("It is $$x$$ here.", "outside code"),
+    "no_gap.md": ("It is\n$$\nx\n$$", "outside code"),
     "block.md": ("$$\n\\frac{a}\n$$", "Expected argument"),
     "heading.md": ("## $\\foo$", "Unknown command"),
     "fence.md": ("```math\nx\n```", "language math"),
@@ -129,8 +133,8 @@ def test_formulas_are_mathml_and_code_keeps_its_dollars(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "formulas.html").read_text()
     content = page.partition("<article")[2].partition("</article>")[0]
-    assert content.count("<math") == 9
-    assert content.count('<math display="block"') == 1
+    assert content.count("<math") == 11
+    assert content.count('<math display="block"') == 2
     assert "<title>The angle θ" in page
     assert "<msub><mi>z</mi><mi>j</mi></msub>" in content
     texts = [html.unescape(re.sub(r"<[^>]*>", "", code)) for code in re.findall(r"<code.*?</code>", content, re.DOTALL)]

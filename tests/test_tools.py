@@ -27,7 +27,8 @@ def test_a_tool_finds_all_that_it_imports() -> None:
         "    except Exception:\n"
         "        print(path, traceback.format_exc())\n"
     )
-    tools = [str(tool) for tool in TOOLS]
+    # docs_hooks.py runs in .venv-docs, where test_site.py builds pages with it.
+    tools = [str(tool) for tool in TOOLS if tool.name != "docs_hooks.py"]
     assert len(tools) >= 8
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *tools], capture_output=True, text=True, timeout=3600

@@ -29,6 +29,7 @@ FENCE = re.compile(r"^\s*(?:`{3,}|~{3,})\s*math\b", re.MULTILINE)
 LATEX = re.compile(r".{0,30}(?:\$|\\[A-Za-z({\[]).{0,30}", re.DOTALL)
 LONG = 30
 """Characters beyond which a formula may not fit a phone."""
+HELP = "put it in backticks; or close the formula, with no | inside, and an empty line above and below $$"
 FETCHING = {"src", "srcset", "poster", "data"}
 warnings = logging.getLogger("mkdocs.hooks.docs")
 
@@ -136,6 +137,4 @@ class _PageReader(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self.depth and (found := LATEX.search(data)):
             text = " ".join(found[0].split())
-            self.problems.append(
-                f"found {text!r} outside code: close the formula ($x$, no | in a table), or put it in backticks"
-            )
+            self.problems.append(f"found {text!r} outside code: {HELP}")
