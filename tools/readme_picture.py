@@ -17,7 +17,10 @@ from megarl.run.metrics_log import read_metrics
 
 PARTS = {"reward": "Pass rate", "kl": "Gap between sampling and training", "router": "Router disagreement"}
 """Title of each panel in the picture."""
-DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+DASHES = {
+    "solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3)), "longdashdot": (0, (8, 2, 1, 2)),
+}  # fmt: skip
+MARKERS = {"circle": "o", "diamond": "D", "square": "s", "triangle-up": "^", "cross": "P", "star": "*"}
 
 
 def main() -> None:
@@ -36,11 +39,15 @@ def plot(axes: Axes, figure: dict) -> None:
     """Plot the lines of one of the report's figures."""
     for trace in figure["data"]:
         x, y = (np.array(trace[name], float) for name in "xy")
-        look = {"alpha": trace.get("opacity", 1.0), "color": trace["line"]["color"], "linewidth": 1.7}
-        marker = "o" if "markers" in trace["mode"] else None
-        dash = DASHES[trace["line"]["dash"]] if "lines" in trace["mode"] else ""
+        look = {
+            "alpha": trace.get("opacity", 1.0),
+            "color": trace["line"]["color"],
+            "linewidth": trace["line"]["width"],
+        }
+        look |= {"linestyle": DASHES[trace["line"]["dash"]], "markersize": trace["marker"]["size"] * 0.6}
+        marker = MARKERS[trace["marker"].get("symbol", "circle")] if "markers" in trace["mode"] else None
         label = trace["name"].replace("&lt;", "<") if trace.get("showlegend", True) else None
-        axes.plot(x, y, dash, marker=marker, markersize=5, label=label, **look)
+        axes.plot(x, y, marker=marker, label=label, **look)
     vertical = figure["layout"]["yaxis"]
     axes.set(xlabel=figure["layout"]["xaxis"]["title"]["text"], ylabel=vertical["title"]["text"])
     axes.set_yscale(vertical.get("type", "linear"))

@@ -13,6 +13,9 @@ from forks import Ended, Job, run_jobs
 from run_configs import records_of
 from train_world import GROUP_SIZE, NUM_GROUPS, World
 
+from megarl.run.samples import read_samples
+from megarl.run.starts import read_starts
+
 pytestmark = pytest.mark.multirank
 STEPS = 5
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -64,7 +67,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*RUNS, "one_rank"])
-def test_every_prompt_trains_once_and_in_time(runs: tuple[Path, dict[str, Ended]], name: str) -> None:
+def test_every_prompt_trains_once_and_in_time(world: World, runs: tuple[Path, dict[str, Ended]], name: str) -> None:
     folder, ended = runs
     ended[name].checked()
     bound = BOUNDS.get(name, BOUNDS["dp2"])
@@ -89,6 +92,11 @@ def test_every_prompt_trains_once_and_in_time(runs: tuple[Path, dict[str, Ended]
     lines = [json.loads(line) for line in (folder / name / "samples.jsonl").read_text().splitlines()]
     oldest = {line["step"]: line["step"] - 1 - line["weights"] for line in lines if "step" in line}
     assert [oldest[step + 1] for step in range(STEPS)] == ages
+    tasks = map(json.loads, (world.folder / "task" / "train.jsonl").read_text().splitlines())
+    answers = {task["prompt"]: task["answer"] for task in tasks}
+    stored = list(read_samples(folder / name))
+    assert len(stored) == len(keys)
+    assert [one["expected"] for one in stored] == [answers[one["prompt"]] for one in stored]
 
 
 def test_parts_of_a_response_have_versions_of_their_own(runs: tuple[Path, dict[str, Ended]]) -> None:
@@ -108,3 +116,4 @@ def test_a_killed_run_resumes_bit_for_bit(runs: tuple[Path, dict[str, Ended]], n
     ended[f"{name} resumed"].checked()
     assert records_of(folder / f"{name}_again") == records_of(folder / name)
     assert read_used(folder / f"{name}_again" / "samples.jsonl") == read_used(folder / name / "samples.jsonl")
+    assert [start["new"] for start in read_starts(folder / f"{name}_again")] == [True, False]

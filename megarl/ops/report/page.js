@@ -15,11 +15,30 @@ function color(variable) {
   return found;
 }
 
+// Names are wrapped where a legend or a hover would cut them; an entity such as &lt; is one letter.
+const letters = (name) => name.match(/&\w+;|[^]/gu) || [];
+function wrap(name, width) {
+  const most = Math.max(20, Math.floor((width - 150) / 7));
+  const lines = letters(name).reduce((rows, letter, at) => (at % most ? (rows[rows.length - 1] += letter) : rows.push(letter), rows), []);
+  return lines.join("<br>");
+}
+
+function legendHeight(names, width) {
+  let [height, x, lines] = [0, Infinity, 1];
+  for (const name of names) {
+    const parts = name.split("<br>");
+    const needed = 7 * letters(parts[0]).length + 46;
+    if (x + needed > width - 12) [x, lines] = [0, 0];
+    height += 17 * Math.max(0, parts.length - lines) + (lines ? 0 : 11);
+    [x, lines] = [x + needed, Math.max(lines, parts.length)];
+  }
+  return height;
+}
+
 function withTheme(figure, width) {
   const [ink, muted, line, card] = ["--ink", "--muted", "--line", "--card"].map(color);
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, tickcolor: line, automargin: true, tickfont: { color: muted } };
   const names = figure.data.filter((trace) => trace.name && trace.showlegend !== false).map((trace) => trace.name);
-  const rows = Math.ceil(names.reduce((sum, name) => sum + 7 * name.length + 52, 0) / Math.max(width - 60, 120));
   const given = figure.layout;
   return {
     ...given,
@@ -38,7 +57,7 @@ function withTheme(figure, width) {
     modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
     margin: { l: 56, r: 12, t: 30, b: 40 },
     showlegend: names.length > 0 && given.showlegend !== false && figure.data[0].type !== "heatmap",
-    height: (given.height || 300) + 27 * (figure.data[0].type === "heatmap" ? 1 : rows),
+    height: (given.height || 300) + (figure.data[0].type === "heatmap" ? 19 : legendHeight(names, width)),
   };
 }
 
@@ -62,8 +81,9 @@ async function showFigures() {
   await loadPlotly();
   const config = { responsive: true, displaylogo: false, showSendToCloud: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   const draw = (div) => {
-    const figure = figures[div.dataset.figure];
-    Plotly.react(div, figure.data.map(shade), withTheme(figure, div.clientWidth), config);
+    const { data, layout } = figures[div.dataset.figure];
+    const figure = { layout, data: data.map((trace) => ({ ...shade(trace), ...(trace.name && { name: wrap(trace.name, div.clientWidth) }) })) };
+    Plotly.react(div, figure.data, withTheme(figure, div.clientWidth), config);
     div.dataset.drawn = "yes";
   };
   const seen = new IntersectionObserver((entries) => {
