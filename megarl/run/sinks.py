@@ -59,7 +59,8 @@ def load_sink(name: str) -> Callable[[SinkRun], Any]:
         return check_function("log.sinks", name, load_plug("log.sinks", name), "run")
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:  # a folder of this name, such as the one that wandb writes
-        raise ConfigError(refusal("no_sink_package", name=name))
+        extra = "train" if name == "tensorboard" else name
+        raise ConfigError(refusal("no_sink_package", name=name, extra=extra))
     return {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}[name]
 
 

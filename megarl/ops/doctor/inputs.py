@@ -69,14 +69,14 @@ def require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -
     checks = [*read_model(config)[0], *_check_keys(config)]
     if stage != "eval":
         checks += [check for check in _check_data(config) if (check.name == "sft.data") == (stage == "sft")]
-    checks += _check_reward(config) if stage == "rl" else []
+    checks += [*_check_reward(config), *_check_sinks(config)] if stage == "rl" else []
     if failed := [f"{check.name}: {check.says()}" for check in checks if check.status == "failed"]:
         raise ConfigError("; ".join(failed))
 
 
 def check_inputs(config: Config, shape: ModelShape | None) -> Iterator[Finding]:
     """Yield checks of data, reward, keys, disk, running servers and [launch]."""
-    for check in (_check_data, _check_reward, _check_keys, _check_urls, _check_launch):
+    for check in (_check_data, _check_reward, _check_keys, _check_sinks, _check_urls, _check_launch):
         yield from check(config)
     yield _check_disk(config, shape)
 
@@ -131,11 +131,14 @@ def _check_keys(config: Config) -> Iterator[Finding]:
         variable = getattr(config, table).api_key_env
         if variable is not None and not os.environ.get(variable):
             yield find("no_key", table=table, variable=variable)
+
+
+def _check_sinks(config: Config) -> Iterator[Finding]:
     for name in config.log.sinks:
         try:
             load_sink(name)
         except ConfigError as error:
-            yield Finding("log.sinks", "failed", str(error))
+            yield Finding("log.sinks", "failed", str(error).removeprefix("log.sinks: "))
     signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") not in ("online", "run")
     if "wandb" in config.log.sinks and not signed_in and not Path("~/.netrc").expanduser().is_file():
         yield find("wandb")
