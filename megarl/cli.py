@@ -82,9 +82,9 @@ def parse_command(arguments: list[str]) -> Command:
             raise ConfigError(refusal("launch_of", word=next(w for w in arguments[1:] if not w.startswith("-"))))
         keys = config_file.keys() if issubclass(COMMANDS.get(first, object), OnConfiguration) else ()
         meant = [f"--{key}" for key in keys if f"--{key.rpartition('.')[2]}" == flag]
-        flags = [_flag(name) for name in getattr(COMMANDS.get(first), "__pydantic_fields__", ())]
-        hint = did_you_mean(flag, flags, f"see {prog} --help")
-        hint = f"did you mean {' or '.join(meant)}?" if meant else hint
+        fields = getattr(COMMANDS.get(first), "__pydantic_fields__", {})
+        flags = [_flag(name) for name, field in fields.items() if POSITIONAL not in field.metadata]
+        hint = f"did you mean {' or '.join(meant)}?" if meant else did_you_mean(flag, flags, f"see {prog} --help")
         raise ConfigError(f"{prog}: unrecognized arguments: {' '.join(unknown)}; {hint}")
     values = vars(parsed)
     command = COMMANDS[values.pop("command")]

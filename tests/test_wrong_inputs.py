@@ -78,7 +78,7 @@ status task | is no folder of a run that has begun
 samples task | or this is no run folder
 report task | metrics.jsonl: there is no such file
 convert nowhere out | nowhere does not exist
-convert task out | neither config.json (Hugging Face)
+convert task out | neither config.json (a Hugging Face folder), metadata.json (torch_dist) nor a run; give
 convert model model | would replace its own source
 init --objective grop | copy a configuration with `megarl recipes copy starter FOLDER`
 resume run | `megarl train CONFIG` goes on
@@ -91,6 +91,8 @@ quantize a b --block 128x128 | --block: found '128x128', expected a whole number
 quantize a b --block | --block: expected at least one argument
 eval run.toml --k | --k: expected at least one argument
 gap x --responses 0 | --responses: found '0', expected a number greater than or equal to 1
+doctor --config run.toml | unrecognized arguments: --config; see megarl doctor --help
+trace inspect run.toml | RUN_DIR/traces: step_0000010.rollout.rank0000.safetensors
 plan run.toml --jsn | unrecognized arguments: --jsn; did you mean --json?
 train run.toml --run.steps | --run.steps: found no value, expected a whole number
 train run.toml --run.steps --train.replay r3 | --run.steps: found no value, expected a whole number

@@ -176,7 +176,7 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, as_js
     elif (source / RUN_ID).is_file():
         raise ConfigError(refusal("run_without_checkpoint", source=source))
     else:
-        raise ConfigError(f"{source} holds neither config.json (Hugging Face) nor metadata.json (torch_dist)")
+        raise ConfigError(refusal("no_checkpoint_here", source=source))
     names = f"{result['family']}, names of {result['keys']['layers']} layers"
     size = f"{out}: {result['bytes'] / 2**30:.3f} GiB ({names})"
     verified = "read back, inverted and compared with the source: every bit is equal"

@@ -64,8 +64,8 @@ class TracedSequence:
         shape = self.trace.experts.shape
         for name, dtype in _COLUMNS.items():
             column, expected = getattr(self, name), shape if name == "gate_weights" else shape[:1]
-            if column is not None and (column.dtype != dtype or column.shape != expected):
-                form = f"{column.dtype} {list(column.shape)}"
+            if column is not None and (getattr(column, "dtype", None) != dtype or column.shape != expected):
+                form = f"{np.asarray(column).dtype} {list(np.shape(column))}"
                 raise TraceError(f"{self.name}: {name} is {form}, expected {dtype} {list(expected)}")
 
 
@@ -209,7 +209,7 @@ def require_same_tokens(a: TracedSequence, b: TracedSequence) -> None:
     if a.tokens is None or b.tokens is None or np.array_equal(a.tokens, b.tokens):
         return
     if len(a.tokens) != len(b.tokens):
-        raise TraceError(f"{a.name}: {len(a.tokens)} tokens in one file and {len(b.tokens)} in the other")
+        raise TraceError(refusal("tokens_in_files", a=a, num_a=len(a.tokens), num_b=len(b.tokens)))
     index = int((a.tokens != b.tokens).argmax())
     raise TraceError(refusal("token_in_files", a=a, index=index, token_a=a.tokens[index], token_b=b.tokens[index]))
 

@@ -160,8 +160,8 @@ class Follower:
                 result = call()
             except BaseException as error:  # of foreign code: SystemExit too
                 traceback.print_exc()
-                failures = self.state["failures"] + 1
-                self._update(trying="", since=None, error=describe(error), failures=failures)
+                shown = next(flatten({"sink": {"error": describe(error)}}, os.environ))[1]  # console and status show it
+                self._update(trying="", since=None, error=shown, failures=self.state["failures"] + 1)
             else:
                 self._update(sent=sent or self.state["sent"], trying="", since=None, error=None)
                 return result

@@ -57,7 +57,7 @@ class RoutingReport:
         """Return the report for a program."""
         causes = [asdict(cause) for cause in self.causes]
         facts = {"is_right": self.is_right, "missing": self.missing, "first_wrong": self.first_wrong, "causes": causes}
-        return {**facts, **{name.removeprefix("watch/"): value for name, value in self.metrics().items()}}
+        return {**facts, **{name.removeprefix("watch/"): int(value) for name, value in self.metrics().items()}}
 
     def metrics(self) -> dict[str, float]:
         """Return counts that may be added over ranks and steps; the share of right rows is right / compared."""

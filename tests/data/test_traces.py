@@ -70,6 +70,7 @@ def test_what_cannot_be_written(tmp_path):
 def test_columns_must_fit_the_trace():
     for change, message in (
         ({"tokens": np.arange(5, dtype=np.int32)}, r"tokens is int32 \[5\], expected int32 \[6\]"),
+        ({"tokens": list(range(6))}, r"tokens is int64 \[6\], expected int32 \[6\]"),
         ({"row_versions": np.arange(6)}, "row_versions is int64"),
         ({"gate_weights": np.ones((6, 6), np.float32)}, r"gate_weights is float32 \[6, 6\], expected .* \[6, 3, 2\]"),
     ):

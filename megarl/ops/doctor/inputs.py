@@ -123,7 +123,7 @@ def _check_reward(config: Config) -> Iterator[Finding]:
             with redirect_stdout(sys.stderr):  # the report has stdout for itself
                 load_reward(config.reward.function, config.reward_model)
     except (ConfigError, ImportError) as error:
-        yield Finding("reward.function", "failed", str(error))
+        yield Finding("reward.function", "failed", str(error).removeprefix("reward.function: "))
 
 
 def _check_keys(config: Config) -> Iterator[Finding]:
