@@ -63,12 +63,12 @@ def parse_command(arguments: list[str]) -> Command:
     if (two := " ".join(arguments[:2]).replace("launch train", "launch")) in COMMANDS:
         arguments = [two, *arguments[2:]]
     parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
-    options: dict[str, Any] = {"action": "version", "version": f"megarl {__version__}"}
-    parser.add_argument("--version", **options, help="show the version and exit")
+    version = f"megarl {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         about = " ".join((command.__doc__ or "").split())
-        options = {"help": about, "description": about, "allow_abbrev": False}
+        options: dict[str, Any] = {"help": about, "description": about, "allow_abbrev": False}
         options |= {"epilog": _KEYS} if issubclass(command, OnConfiguration) else {}
         _add_arguments(commands.add_parser(name, argument_default=argparse.SUPPRESS, **options), command)
     first = arguments[0] if arguments else ""

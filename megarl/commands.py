@@ -115,8 +115,7 @@ class Eval(OnConfiguration):
             saved, places = config_file.find_saved(self.checkpoint, "give CONFIG, too")
             return replace(self, config=saved).run({**places, **overrides})
         options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out")}
-        config = self.load({**WITHOUT_TRAINING, **overrides})
-        return self._start(eval_request(config, ks=self.k, **options), overrides)
+        return self._start(eval_request(self.load({**WITHOUT_TRAINING, **overrides}), ks=self.k, **options), overrides)
 
     def _start(self, request: EvalRequest, overrides: Overrides) -> int | None:
         request.layout(world_size(), self.launch_line(overrides))

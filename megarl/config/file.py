@@ -275,9 +275,7 @@ def _list_kinds(error: ValidationError) -> str:
 
 def as_flag(value: Any) -> str:
     """A value as ``split_overrides`` reads it."""
-    if value is None:
-        return "none"
-    return as_toml(value) if isinstance(value, (bool, list, Mapping)) else str(value)
+    return "none" if value is None else as_toml(value) if isinstance(value, (bool, list, Mapping)) else str(value)
 
 
 def as_toml(value: Any) -> str:

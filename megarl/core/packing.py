@@ -58,9 +58,7 @@ def spread(bins: list[list[int]], lengths: Sequence[int], max_tokens: int, min_b
     Ranks agree on a number in this way: each partitions, then spreads to the largest count. There must be as many
     sequences.
     """
-    if len(bins) >= min_bins:
-        return bins
-    return _place(lengths, min_bins, max_tokens) or _divide(bins, lengths, min_bins)
+    return bins if len(bins) >= min_bins else _place(lengths, min_bins, max_tokens) or _divide(bins, lengths, min_bins)
 
 
 def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:

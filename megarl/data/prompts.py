@@ -188,6 +188,10 @@ class Text(NamedTuple):
     """Whether the tokenizer adds special tokens: not after a chat template, nor to a response."""
 
 
+_Check = Callable[[Text, list[int]], None]
+"""Raises DataError for a text with these tokens."""
+
+
 class PromptReader:
     """Makes the text of a record's prompt, and tokens of texts; refuses texts that the model would get changed."""
 
@@ -248,15 +252,10 @@ class PromptReader:
         for number, turn in enumerate(chat):
             if turn["role"] != "assistant":
                 continue
-            asked, bare, whole = (
-                chat[:number],
-                {**turn, "tool_calls": []},
-                {"tools": tools, "add_generation_prompt": False},
-            )
-            before, after = (
-                self._chat.apply(asked, place, tools=tools),
-                self._chat.apply([*asked, turn], place, **whole),
-            )
+            asked, bare = chat[:number], {**turn, "tool_calls": []}
+            whole: dict[str, Any] = {"tools": tools, "add_generation_prompt": False}
+            before = self._chat.apply(asked, place, tools=tools)
+            after = self._chat.apply([*asked, turn], place, **whole)
             facts = {"place": place, "number": number, "field": field}
             if not after.startswith(before):
                 raise DataError(refusal("template_of_turn", **facts, end=before[-40:]))
@@ -313,9 +312,7 @@ class PromptReader:
                 return mark if response.lstrip().startswith(mark) else None
         return None
 
-    def _encode(
-        self, texts: Sequence[Text], label: str, check: Callable[[Text, list[int]], None] = lambda text, tokens: None
-    ) -> list[list[int]]:
+    def _encode(self, texts: Sequence[Text], label: str, check: _Check = lambda *_: None) -> list[list[int]]:
         """Tokenize and check a batch. DataError names the first text that is wrong or cannot be tokenized."""
         tokens: dict[int, list[int]] = {}
         for plain in (True, False):

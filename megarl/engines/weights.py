@@ -232,8 +232,7 @@ class Bucket:
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
     """bool []. A weight in FP8 has a scale, which is not finite if the weight is not."""
-    is_fp8 = tensor.dtype == torch.float8_e4m3fn
-    return tensor.new_ones((), dtype=torch.bool) if is_fp8 else tensor.isfinite().all()
+    return tensor.new_ones((), dtype=torch.bool) if tensor.dtype == torch.float8_e4m3fn else tensor.isfinite().all()
 
 
 def split_into_buckets(

@@ -124,8 +124,7 @@ class Follower:
     def __init__(self, name: str, run: SinkRun, last: str) -> None:
         """last: the newest record of the run when it starts."""
         self._folder, self._name, self._last = run.folder / "sinks", name, last
-        blank = {"sent": "", "trying": "", "failures": 0, "lost": 0}
-        before = blank | read_record(self._folder / f"{name}.state")
+        before = {"sent": "", "trying": "", "failures": 0, "lost": 0} | read_record(self._folder / f"{name}.state")
         before["sent"] = before["trying"] or before["sent"]
         self.state: dict[str, Any] = before | {"trying": "", "error": None, "since": None, "is_ready": False}
         self._run = replace(run, id=before.get("id"))
@@ -160,8 +159,7 @@ class Follower:
                 result = call()
             except BaseException as error:  # of foreign code: SystemExit too
                 traceback.print_exc()
-                failures = self.state["failures"] + 1
-                self._update(trying="", since=None, error=describe(error), failures=failures)
+                self._update(trying="", since=None, error=describe(error), failures=self.state["failures"] + 1)
             else:
                 self._update(sent=sent or self.state["sent"], trying="", since=None, error=None)
                 return result

@@ -198,6 +198,5 @@ def tabulate(rows: Samples) -> list[list[Any]]:
 def _to_markdown(rows: Samples) -> str:
     """Return a table in Markdown; empty without rows."""
     table = [[re.sub(r"([|<>&*_`\\])", r"\\\1", str(v)).replace("\n", "↵") for v in row] for row in tabulate(rows)]
-    return (
-        "\n".join(f"| {' | '.join(row)} |" for row in (table[0], ["---"] * len(table[0]), *table[1:])) if rows else ""
-    )
+    lines = [f"| {' | '.join(row)} |" for row in (table[0], ["---"] * len(table[0]), *table[1:])]
+    return "\n".join(lines) if rows else ""

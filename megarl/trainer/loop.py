@@ -53,8 +53,7 @@ def train(config: Config) -> None:
     with ExitStack() as stack:
         # Under a launcher, a killed trainer may hold the lock for a moment.
         wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
-        tell = shown.StepProgress(enabled=distributed.is_main_rank()).line
-        lock = RunLock(folder / "lock", tell, wait_s=wait_s)
+        lock = RunLock(folder / "lock", shown.StepProgress(enabled=distributed.is_main_rank()).line, wait_s=wait_s)
 
         def lock_and_claim() -> None:
             stack.enter_context(lock)
@@ -204,8 +203,7 @@ class Trainer:
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on all benchmarks after ``done`` steps."""
-        num_prompts = sum(len(benchmark.prompts) for benchmark in self.sampler.benchmarks.values())
-        total = num_prompts * self.config.eval.samples
+        total = sum(len(benchmark.prompts) for benchmark in self.sampler.benchmarks.values()) * self.config.eval.samples
         with self.checkpoints.save_on_failure(done):
             self.sampler.settle()
             self.checkpoints.raise_if_asked()

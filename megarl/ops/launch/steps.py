@@ -117,14 +117,13 @@ class ServerSteps:
 
         After the last restart, the trainer decides whether to continue without the server.
         """
-        restarted = False
-        for index, step in enumerate(self._steps):
-            if step.code is not None and self.restarts[index] < self._config.sglang.max_restarts:
-                self.restarts[index] += 1
-                self._tell(f"{step.name} ended with exit code {step.code}; starting it again")
-                self._steps[index] = self._start_step(index)
-                restarted = True
-        return restarted
+        ended = [(index, step) for index, step in enumerate(self._steps) if step.code is not None]
+        ended = [pair for pair in ended if self.restarts[pair[0]] < self._config.sglang.max_restarts]
+        for index, step in ended:
+            self.restarts[index] += 1
+            self._tell(f"{step.name} ended with exit code {step.code}; starting it again")
+            self._steps[index] = self._start_step(index)
+        return bool(ended)
 
     def find_failed(self) -> list[str]:
         """Return a line for each step whose end came before the first answer; ConfigError for bad input."""

@@ -224,8 +224,7 @@ def run(command: str, target: Path | None, version: str | None, as_json: bool = 
     try:
         root = (target or find_installed()).resolve()
         core = read_version(root)
-        choice = choose(root, core, version)
-        release, states = choice or (None, [])
+        release, states = choose(root, core, version) or (None, [])
         unfit = _unfit(states)
         if command in ("check", "apply") and not unfit and not has_hook(root, states):
             raise PatchError(refusal("patch_without_hook", release=release, core=core, root=root))

@@ -93,5 +93,4 @@ def _shares(rule: Rule, name: str, shape: ModelShape, tp: int) -> int:
     """Number of parts into which a server divides a tensor; keys and values have at most one part per head."""
     if rule.layout == "replicated" or "_a_proj" in name:
         return 1
-    of_groups = rule.layout == "qkv" and ".q_proj." not in name
-    return min(tp, shape.fields["num_query_groups"]) if of_groups else tp
+    return min(tp, shape.fields["num_query_groups"]) if rule.layout == "qkv" and ".q_proj." not in name else tp

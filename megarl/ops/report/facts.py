@@ -37,9 +37,7 @@ def head_line(folder: Path, settings: Settings) -> list[str]:
     """Return megarl's version, seed, start, last resumption and last sign of a run, and its folder."""
     starts, status = read_starts(folder), read_record(folder / "status.json")
     versions = " then ".join(dict.fromkeys(start["version"] for start in starts)) or "(version not recorded)"
-    times: list[tuple[Any, str]] = [
-        ("started" if start["new"] else "resumed", start["time"]) for start in starts[:1] + starts[1:][-1:]
-    ]
+    times = [("started" if start["new"] else "resumed", start["time"]) for start in starts[:1] + starts[1:][-1:]]
     if isinstance(updated := status.get("updated"), int | float) and 0 < updated < 1e11:
         times.append((status.get("state"), time.strftime(TIME_FORMAT, time.localtime(updated))))
     texts = [f"{what} {when[:16]}{when[19:]}" for what, when in times]

@@ -20,7 +20,8 @@ from megarl.files.texts import read_table
 from megarl.ops.report import series
 
 Figure = dict[str, Any]
-COLORS: dict[str, str] = read_table(__file__, "colors.toml")["series"]
+_TABLES = read_table(__file__, "colors.toml")
+COLORS, _HEATMAP = _TABLES["series"], _TABLES["heatmap"]
 _DASHES = ("solid", "dash", "longdash", "dashdot", "dot", "longdashdot")
 _HELD_OUT_DASHES = ("dot", "longdashdot")
 _SYMBOLS = ("square", "cross", "circle", "diamond", "triangle-up", "star")
@@ -133,15 +134,11 @@ def _plot_layers(panel: series.Panel, run: Run) -> Figure:
     grid = np.where(counts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(counts, 1), np.nan)
     layout = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label, type="category", autorange="reversed")}
     trace = {
-        "type": "heatmap",
+        **_HEATMAP,
         "z": [numbers(row) for row in grid],
         "x": numbers(steps[starts]),
         "y": [str(layer) for layer in layers],
-        "zmin": 0.0,
         "zmax": float(np.nanmax(grid, initial=0.0)) or 0.01,  # without any disagreement the scale is one percent
-        "colorscale": "Viridis",
-        "colorbar": {"tickformat": ".3~%", "thickness": 12},
-        "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
     }
     return {"data": [trace], "layout": layout}
 

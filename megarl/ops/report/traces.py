@@ -73,5 +73,4 @@ def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
 
 def _describe(title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str) -> str:
     """Return a table with title and notes; without a first heading it has names and values."""
-    table = text_table(rows, headings, words=0) if headings[0] else text_table(rows)
-    return "\n".join([title, "", table, "", *notes])
+    return "\n".join([title, "", text_table(rows, headings, words=0) if headings[0] else text_table(rows), "", *notes])

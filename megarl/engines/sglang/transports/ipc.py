@@ -189,8 +189,7 @@ def make_handle(flat: torch.Tensor) -> Handle:
     """
     if flat.is_cuda:
         rebuild, arguments = reductions.reduce_tensor(flat)
-        uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-        return rebuild, (*arguments[:6], uuid, *arguments[7:])
+        return rebuild, (*arguments[:6], str(torch.cuda.get_device_properties(flat.device).uuid), *arguments[7:])
     storage = (torch.UntypedStorage, *flat.untyped_storage()._share_filename_cpu_(), torch.uint8)
     opened = Rebuilt((reductions.rebuild_storage_filename, storage))
     return _rebuild_tensor_v2, (opened, 0, (flat.numel(),), (1,), False, OrderedDict())
