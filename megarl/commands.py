@@ -345,8 +345,7 @@ class Verify:
     def run(self, overrides: Overrides) -> int:
         """ConfigError unless there are two files or a server."""
         if len(self.files) != (2 if self.engine is None else 0):
-            engine = " and --engine" if self.engine else ""
-            raise ConfigError(refusal("files_to_verify", num=len(self.files), engine=engine))
+            raise ConfigError(refusal("files_to_verify", num=len(self.files), also=" and --engine" * bool(self.engine)))
         if self.engine is not None:
             from megarl.engines.sglang.http import key_named
             from megarl.verify.engine import show_engine

@@ -247,8 +247,7 @@ def check_kept(rollout: Rollout) -> None:
     label = rollout.label
     shapes = [None if values is None else list(values.shape) for values in (counts, ids)]
     if counts is None or ids is None or shapes != [[rollout.num_tokens], [int(counts.sum())]] or counts.min() < 0:
-        facts = {"label": label, "counts": shapes[0], "ids": shapes[1], "tokens": rollout.num_tokens}
-        raise RolloutError(refusal("kept_shapes", **facts))
+        raise RolloutError(refusal("kept_shapes", rollout=rollout, counts=shapes[0], ids=shapes[1]))
     owner = np.repeat(np.arange(rollout.num_tokens), counts)
     num_hits = np.bincount(owner[ids == rollout.tokens[owner]], minlength=rollout.num_tokens)
     wrong = num_hits != np.where(rollout.loss_mask, 1, counts > 0)

@@ -252,14 +252,14 @@ class PromptReader:
         for number, turn in enumerate(chat):
             if turn["role"] != "assistant":
                 continue
-            asked, bare = chat[:number], {**turn, "tool_calls": []}
+            history, bare = chat[:number], {**turn, "tool_calls": []}
             whole: dict[str, Any] = {"tools": tools, "add_generation_prompt": False}
-            before = self._chat.apply(asked, place, tools=tools)
-            after = self._chat.apply([*asked, turn], place, **whole)
+            before = self._chat.apply(history, place, tools=tools)
+            after = self._chat.apply([*history, turn], place, **whole)
             facts = {"place": place, "number": number, "field": field}
             if not after.startswith(before):
                 raise DataError(refusal("template_of_turn", **facts, end=before[-40:]))
-            if turn.get("tool_calls") and after == self._chat.apply([*asked, bare], place, **whole):
+            if turn.get("tool_calls") and after == self._chat.apply([*history, bare], place, **whole):
                 raise DataError(refusal("calls_left_out", **facts))
             if not before.startswith(done):
                 yield pairs

@@ -136,8 +136,7 @@ def _read_table(path: Path) -> Records:
                     raise DataError(f"{path} row {row}: {len(record[None])} fields more than the {len(names)} names")
                 yield f"{path} row {row}", record
         except (UnicodeDecodeError, csv.Error) as error:
-            place = f"{path}: after line {rows.line_num}"
-            raise DataError(f"{place}: no table in UTF-8 ({error}); convert it, or write JSONL") from error
+            raise DataError(refusal("no_table", path=path, line=rows.line_num, error=error)) from error
 
 
 def _read_parquet(path: Path) -> Records:

@@ -106,8 +106,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             raise WeightSyncError(refusal("layout_of_tensor", kind=type(model).__name__, name=name))
     covered, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
     if covered != expected:
-        facts = {"kind": type(model).__name__, "covered": covered, "expected": expected}
-        raise WeightSyncError(refusal("names_of_checkpoint", **facts))
+        raise WeightSyncError(refusal("names_of_checkpoint", model=type(model), covered=covered, expected=expected))
     turned = {name: view.transpose(1, 2) for name, view in views.items() if is_turned(kind, name, view.shape, hidden)}
     names = {name: hf_name(kind, name) if model.config.model_type != kind else name for name in views}
     return {names[name]: turned.get(name, view) for name, view in views.items() if not is_beside_text(kind, name)}
@@ -313,6 +312,5 @@ class Intake:
                 raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
             yield name, tensor
         if outstanding:
-            num, total, examples = len(outstanding), len(self.shapes), ", ".join(sorted(outstanding)[:3])
-            facts = {"num": num, "total": total, "version": self.version, "examples": examples}
-            raise WeightSyncError(refusal("weights_missing", **facts))
+            num, total, names = len(outstanding), len(self.shapes), ", ".join(sorted(outstanding)[:3])
+            raise WeightSyncError(refusal("weights_missing", num=num, total=total, version=self.version, names=names))

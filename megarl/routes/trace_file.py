@@ -27,8 +27,8 @@ from megarl.routes.turns import row_versions
 
 FORMAT, FORMAT_VERSION = "megarl-routing-traces", 1
 MOST_EXPERTS = 65536
-Tensors, Metadata = Mapping[str, np.ndarray], Mapping[str, str]
-"""By name."""
+Tensors = Mapping[str, np.ndarray]
+Metadata = Mapping[str, str]
 _COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32), "gate_weights": np.dtype(np.float32)}
 """Optional tensors with one entry, or row, per token."""
 

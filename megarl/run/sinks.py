@@ -79,7 +79,7 @@ def flatten(tables: Mapping[str, Mapping[str, Any]], environment: Mapping[str, s
     for dotted, value in ((f"{table}.{key}", v) for table, inner in tables.items() for key, v in inner.items()):
         if isinstance(value, str | list | dict):
             key = dotted.rpartition(".")[2]
-            text = _SECRET.sub(lambda found: f"{found[found.lastindex or 0]}***", json.dumps({key: value}, default=str))
+            text = _SECRET.sub(lambda match: f"{match[match.lastindex or 0]}***", json.dumps({key: value}, default=str))
             for secret in hidden:
                 text = text.replace(json.dumps(secret)[1:-1], "***")
             value = shown if isinstance(shown := json.loads(text)[key], str) else json.dumps(shown)

@@ -63,11 +63,7 @@ def train(config: Config) -> None:
         vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)
         stop = stack.enter_context(StopRequest())
         vitals.lock, vitals.ask = lock, stop.ask
-        with (
-            vitals,
-            record_ending(vitals, folder, rank, ranks),
-            MetricsLog(folder, enabled=rank == 0) as log,
-        ):
+        with vitals, record_ending(vitals, folder, rank, ranks), MetricsLog(folder, enabled=rank == 0) as log:
             Trainer(config, log, vitals, stop).run()
     distributed.shutdown()
 

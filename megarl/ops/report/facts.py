@@ -18,11 +18,11 @@ Settings = dict[str, Any]
 
 def short_names(folders: Sequence[Path]) -> list[str]:
     """Return a name of each folder: its last parts, the fewest that differ, without ends that all folders share."""
-    parts = [folder.resolve().parts for folder in folders]
-    while len(parts) > 1 and len({part[-1:] for part in parts}) == 1:
-        parts = [part[:-1] for part in parts]
-    count = next(n for n in range(1, 1 + max(map(len, parts))) if len({part[-n:] for part in parts}) == len(parts))
-    return [str(Path(*part[-count:])) for part in parts]
+    paths = [folder.resolve().parts for folder in folders]
+    while len(paths) > 1 and len({path[-1:] for path in paths}) == 1:
+        paths = [path[:-1] for path in paths]
+    count = next(n for n in range(1, 1 + max(map(len, paths))) if len({path[-n:] for path in paths}) == len(paths))
+    return [str(Path(*path[-count:])) for path in paths]
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Settings:
@@ -40,7 +40,7 @@ def head_line(folder: Path, settings: Settings) -> list[str]:
     times = [("started" if start["new"] else "resumed", start["time"]) for start in starts[:1] + starts[1:][-1:]]
     if isinstance(updated := status.get("updated"), int | float) and 0 < updated < 1e11:
         times.append((status.get("state"), time.strftime(TIME_FORMAT, time.localtime(updated))))
-    texts = [f"{what} {when[:16]}{when[19:]}" for what, when in times]
+    texts = [f"{event} {time_of[:16]}{time_of[19:]}" for event, time_of in times]
     return [f"megarl {versions}", f"seed {settings.get('run.seed', NOT_RECORDED)}", *texts, str(folder.resolve())]
 
 

@@ -90,8 +90,8 @@ def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
 
 def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     """Return the lines of a panel, for a metric of NAME a line of each benchmark."""
-    own = [*zip(series.benchmarks(curves), cycle([*COLORS][4:]), strict=False)]
-    rows = [(line, *pair) for line in panel.lines for pair in (own if "NAME" in line.metric else [("", line.color)])]
+    pairs = [*zip(series.benchmarks(curves), cycle([*COLORS][4:]), strict=False)]
+    rows = [(line, *pair) for line in panel.lines for pair in (pairs if "NAME" in line.metric else [("", line.color)])]
     parts = [(a, a.metric.replace("NAME", name), a.label.replace("NAME", name), color) for a, name, color in rows]
     return [replace(line, metric=metric, label=label, color=color) for line, metric, label, color in parts]
 

@@ -124,8 +124,7 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
         for parameter in frozen:
             parameter.requires_grad_(False)
         with ExitStack() as stack:
-            contexts = (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy), without_reduction)
-            for context in contexts:
+            for context in (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy), without_reduction):
                 stack.enter_context(context)
             yield
     finally:
