@@ -186,7 +186,7 @@ def _place(lengths: Sequence[int], num_bins: int, max_tokens: int | None = None)
 
 
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Halve the fullest bin until there are num_bins; this only shortens bins, so they still fit."""
+    """Halve the fullest bin until there are num_bins; bins only become shorter, and fit."""
     bins = list(bins)
     while len(bins) < num_bins:
         fullest = max((members for members in bins if len(members) > 1), key=lambda m: sum(lengths[i] for i in m))
@@ -200,7 +200,7 @@ def _tensor(column: np.ndarray, dtype: type[np.generic]) -> Tensor:
 
 
 def _pack_masks(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """bool [T], where there are routes, here or on another rank; None if some rollouts have none at all."""
+    """bool [T], where there are routes, here or on another rank; None if a rollout lacks them."""
     if not all(map(has_routes, rollouts)):
         return None
     masks = [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts]
@@ -261,7 +261,7 @@ def check_kept(rollout: Rollout) -> None:
 
 
 def pack_kept(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
-    """Return kept_ids int32 [M] and kept_offsets int64 [T+1] of rollouts back to back; (None, None) if none has sets.
+    """Return kept_ids int32 [M] and kept_offsets int64 [T+1] of rollouts back to back; (None, None) without sets.
 
     RolloutError if only some of the rollouts with loss have them.
     """

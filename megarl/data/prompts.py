@@ -354,7 +354,7 @@ _WORD = re.compile(r"\w")
 class ChatTemplate:
     """Renders chat messages up to the mark that opens the model's answer; refuses messages that were rendered before.
 
-    A message was rendered before if it holds text that the template writes around messages of these roles: special
+    A message was rendered before if it holds text of the template for these roles: special
     tokens, other tokens beside the user's text, or the words before and behind the user's text, which remain where
     special tokens were removed.
     """

@@ -123,7 +123,7 @@ def _read_json(path: Path) -> Records:
 
 
 def _read_table(path: Path) -> Records:
-    """Yield the rows of a CSV or TSV file as texts, by the names in its first line; fields that end early are None."""
+    """Yield the rows of a CSV or TSV file as texts, by the names in its first line; missing fields are None."""
     with open_regular(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         lines = iter(lambda: text.readline(MOST_JSON_BYTES), "")  # an endless line is a row of too many fields
@@ -161,7 +161,7 @@ def _read_dataset(source: str, split: str | None) -> Records:
     name, _, config_name = (source, "", "") if Path(source).is_dir() else source.partition(":")
     try:
         data = load_dataset(name, config_name or None, split=split)
-    except Exception as error:  # load_dataset does not document what it raises
+    except Exception as error:  # load_dataset documents no errors
         raise DataError(refusal("dataset", source=source, error=describe(error))) from error
     if isinstance(data, DatasetDict):
         if len(data) != 1:

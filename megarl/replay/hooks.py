@@ -225,4 +225,4 @@ def _score(method: _Method, hook: Hook | None, logits: torch.Tensor) -> Any:
 
 _METHODS: dict[str, _Method] = {f"_apply_{kind}_loss": _attach_loss for kind in ("aux", "seq_aux", "global_aux")}
 _METHODS["compute_routing_scores_for_aux_loss"] = _score
-"""Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""
+"""Methods of a router that compute balancing losses, with their wrappers; a release has a part."""

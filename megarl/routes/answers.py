@@ -69,7 +69,7 @@ def routes_from_sglang(
 def read_routes(
     raw: bytes, shape: MoeShape, label: str = "routes", logical_ids: np.ndarray | None = None
 ) -> RoutingTrace:
-    """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError if it is of another shape.
+    """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError for a wrong shape.
     logical_ids: of ``routes_from_sglang``.
     """
     if len(raw) % (4 * shape.num_layers * shape.topk):

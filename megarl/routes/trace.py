@@ -29,7 +29,7 @@ class RoutingTrace:
     num_experts: int
     """E, routed experts of each layer, at most 65536."""
     present: np.ndarray | None = None
-    """bool [T], False where the engine recorded nothing for the token; None if every token has its row."""
+    """bool [T], False where the engine recorded nothing for the token; None if no row is missing."""
     label: str = "routing trace"
     """Names the sequence in error messages, for instance "group 3 sample 1"."""
 

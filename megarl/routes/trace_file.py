@@ -233,7 +233,7 @@ def _read_column(path: Path, tensors: Tensors, name: str, dtype: np.dtype) -> np
 
 
 def _read_bounds(path: Path, tensors: Tensors, name: str, count: int, end: int | None = None) -> np.ndarray:
-    """Return [N+1] offsets that rise from 0 to ``end``; None takes their own last one."""
+    """Return [N+1] offsets that rise from 0 to ``end``; default the last offset."""
     bounds = _read_column(path, tensors, name, np.dtype(np.int64))
     end = int(bounds[-1]) if end is None and len(bounds) else end or 0
     rising = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == end and bool((np.diff(bounds) >= 0).all())

@@ -34,7 +34,7 @@ class SinkRun:
     - ``close(state, error)`` flushes. state: "finished", "stopped" or "failed"; error: of a failed run, else empty.
 
     A sink with ``rewinds = True`` forgets what came after step ``done`` when it begins, and gets those steps again;
-    another sink keeps what it has, and gets no step twice.
+    a sink without keeps its records, and gets no step twice.
     """
 
     name: str
@@ -58,7 +58,7 @@ def load_sink(name: str) -> Callable[[SinkRun], Any]:
     if ":" in name:
         return check_function("log.sinks", name, load_plug("log.sinks", name), "run")
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:  # a folder of this name, such as the one that wandb writes
+    if spec is None or spec.origin is None:  # a folder of the name, as wandb writes
         raise ConfigError(refusal("no_sink_package", name=name))
     return {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}[name]
 

@@ -126,7 +126,7 @@ def replaced_experts(policy: Policy, mini: MiniBatch, recording: Recording | Non
 
 def router_drift(policy: Policy, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:
     """Return ``mean |ln r_theta - ln r_old|`` over all layers and the experts of the first pass, fp32 [T] by
-    micro-batch: for each token, of the position that predicts it. A collective call, with a forward pass if the weights
+    micro-batch: for each token, of the predicting position. A collective call, with a forward pass if the weights
     have moved; else 0.
     """
     device, micros = torch.cuda.current_device(), mini.micro_batches

@@ -111,7 +111,7 @@ class Check:
 
     name: str
     metrics: tuple[str, ...]
-    """What it reads, the judged metric first; a step without these metrics is not judged."""
+    """Its inputs, the judged metric first; a step without these metrics is not judged."""
     subject: str
     """The subject of a verdict."""
     cause: str

@@ -19,7 +19,7 @@ from megarl.core.choices.credit import Credit
 
 
 class Tables(Table):
-    """A configuration whose tables are each valid, but may contradict each other."""
+    """Valid tables of a configuration, perhaps in contradiction."""
 
     run: RunConfig
     model: ModelConfig
@@ -84,7 +84,7 @@ class Tables(Table):
 
     @property
     def credit_record(self) -> Credit:
-        """[credit] with its defaults resolved; ConfigError for parts that contradict each other."""
+        """[credit] with its defaults resolved; ConfigError for contradicting parts."""
         table = self.credit
         estimated = self.sampling.rule == "ada_est" and self.sampling.uses_credit
         scale, rate_eps = ("root_rate", self.estimate.eps) if estimated else ("none", 0.0)

@@ -33,7 +33,7 @@ def prepare(data: Data) -> Counter[str]:
     version and order of the data set, with every template.
 
     DataError with file and line for a missing field or a wrong type, and if a file would be empty. ConfigError for
-    options that contradict each other, and for files that exist, unless ``overwrite`` is set and an earlier call wrote
+    contradicting options, and for existing files, unless ``overwrite`` is set and an earlier call wrote
     the files.
     """
     if data.template is not None and "{prompt}" not in data.template:

@@ -223,7 +223,7 @@ def _attend() -> dict[str, Any]:
 
 
 def _cudnn_copies() -> str:
-    """Name the folders whose cuDNN this process has loaded: with two, each loads parts of the other."""
+    """Name the folders whose cuDNN this process has loaded: two mix their parts."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     folders = sorted({str(Path(line.split(maxsplit=5)[5]).parent) for line in lines if "libcudnn" in line})
     advice = "; expected one: unset LD_LIBRARY_PATH, or remove the system's cuDNN from it" if len(folders) > 1 else ""

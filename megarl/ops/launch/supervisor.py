@@ -4,7 +4,7 @@
 
 The trainer's status file, not the exit code of torchrun or srun, says how the trainer ended. A new trainer continues
 from the newest checkpoint and repeats the steps since. ``megarl eval`` and ``megarl sft`` under the launcher write no
-status, and begin anew: exit code 0 says that they are done, and a request to stop ends them at once.
+status, and begin anew: exit code 0 means done, and a request to stop ends the ranks at once.
 """
 
 import json

@@ -20,8 +20,8 @@ class EngineMemory:
     weights: int
     cache: int  # keys and values
     cache_per_token: int
-    tokens: int  # that the cache of one server holds
-    sequences: int  # of maximum length, that the cache of one server holds at once
+    tokens: int  # in the cache of a server
+    sequences: int  # of maximum length, in the cache of a server at once
 
     @property
     def total(self) -> int:

@@ -1,4 +1,4 @@
-"""What a page says about its runs: short names, the line at the head, and the settings in which runs differ."""
+"""The facts of a page about runs: short names, the line at the head, and the settings in which runs differ."""
 
 import json
 import time
@@ -17,7 +17,7 @@ Settings = dict[str, Any]
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return a name of each folder: its last parts, the fewest that differ, without ends that all folders share."""
+    """Return a name of each folder: the fewest last parts that differ, without common ends."""
     paths = [folder.resolve().parts for folder in folders]
     while len(paths) > 1 and len({path[-1:] for path in paths}) == 1:
         paths = [path[:-1] for path in paths]
@@ -47,7 +47,7 @@ def head_line(folder: Path, settings: Settings) -> list[str]:
 def differing_settings(folders: Sequence[Path], settings: Sequence[Settings]) -> dict[str, list[str]]:
     """Return the keys of the configuration in which runs differ, and the value in each run.
 
-    Inputs differ if their contents do (inputs.json); other files and folders, if their names do.
+    Inputs differ if their contents do (inputs.json); for files and folders besides, the names count.
     """
     inputs, rows = [read_record(folder / INPUTS) for folder in folders], dict[str, list[str]]()
     for key in sorted({key for of_run in settings for key in of_run}.difference(_ASIDE)):

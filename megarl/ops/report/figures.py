@@ -60,7 +60,7 @@ def make_figures(panel: series.Panel, runs: Sequence[Run]) -> list[Figure]:
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
-    """Return the values [P] with six digits; None for values that are not finite."""
+    """Return the values [P] with six digits; None for NaN and infinities."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 
