@@ -18,7 +18,7 @@ from megarl import __version__
 from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
-from megarl.errors import ConfigError, did_you_mean, one_of, refusal
+from megarl.errors import ConfigError, did_you_mean, one_of, refusal, reworded
 from megarl.files.texts import read_table
 from megarl.ops.exits import run_to_exit
 
@@ -83,19 +83,17 @@ def parse_command(arguments: list[str]) -> Command:
         keys = config_file.keys() if issubclass(COMMANDS.get(first, object), OnConfiguration) else ()
         meant = [f"--{key}" for key in keys if f"--{key.rpartition('.')[2]}" == flag]
         flags = [_flag(name) for name in getattr(COMMANDS.get(first), "__pydantic_fields__", ())]
-        hint = did_you_mean(flag, flags, f"see {prog} --help")
-        hint = f"did you mean {' or '.join(meant)}?" if meant else hint
+        hint = f"did you mean {' or '.join(meant)}?" if meant else did_you_mean(flag, flags, f"see {prog} --help")
         raise ConfigError(f"{prog}: unrecognized arguments: {' '.join(unknown)}; {hint}")
     values = vars(parsed)
     command = COMMANDS[values.pop("command")]
-    try:
+    with reworded(ValidationError, ConfigError, f"megarl {first}: ", tell=lambda e: _describe_problem(e, command)):
         return command(**values)
-    except ValidationError as error:
-        raise ConfigError(f"megarl {first}: {_describe_problem(error.errors()[0], command)}") from None
 
 
-def _describe_problem(wrong: Any, command: type[Any]) -> str:
+def _describe_problem(error: ValidationError, command: type[Any]) -> str:
     """What is wrong with a word of the command line."""
+    wrong: Any = error.errors()[0]
     name = wrong["loc"][0]
     field: FieldInfo = command.__pydantic_fields__[name]
     flag = name.upper() if POSITIONAL in field.metadata else _flag(name)

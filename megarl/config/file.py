@@ -254,8 +254,7 @@ def _typed(key: str, text: str | None) -> Any:
     annotation = annotation_of(key)
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
-    if text is None and (annotation is Any or bool in (annotation, *get_args(annotation))):
-        text = "true"
+    text = "true" if text is None and (annotation is Any or bool in (annotation, *get_args(annotation))) else text
     kinds = {annotation, *(get_origin(option) for option in (annotation, *get_args(annotation)))}
     if text is not None and kinds & {Any, list, dict}:
         with suppress(ValueError, RecursionError):  # a string need not have quotation marks

@@ -265,8 +265,8 @@ class PromptReader:
                 yield pairs
                 pairs, done = [], ""
             answer = after[len(before) :]
-            if answer.rstrip().endswith(special):  # what follows is no part of the model's turn
-                answer = answer.rstrip()
+            # White space behind a special token is no part of the model's turn.
+            answer = answer.rstrip() if answer.rstrip().endswith(special) else answer
             pairs.append((Text(place, before[len(done) :], plain=False), Text(place, answer, plain=False)))
             done = before + answer
         if not pairs:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megarl.core.fp8 import quantize_fp8, round_to_fp32
 from megarl.core.fp8_names import BLOCK, SCALE, grid_of, is_fp8_weight
 from megarl.engines import BUCKET_BYTES
-from megarl.errors import ConfigError, WeightSyncError, describe, refusal
+from megarl.errors import ConfigError, WeightSyncError, describe, refusal, reworded
 from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
 from megarl.models.hf_files import split_by_size
 from megarl.models.hf_folder import read_json
@@ -140,12 +140,11 @@ def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     The names are transformers' own. No memory is allocated and no weights are read. ConfigError if transformers cannot
     build the model.
     """
-    try:
+    prefix = f"{directory}: transformers cannot build the model ("
+    with reworded(Exception, ConfigError, prefix, ")", describe):  # transformers raises many kinds
         config = read_model_config(directory)
         with torch.device("meta"):
             model = auto_class(config).from_config(config)
-    except Exception as error:  # transformers raises many kinds
-        raise ConfigError(f"{directory}: transformers cannot build the model ({describe(error)})") from error
     return {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}
 
 

@@ -106,8 +106,7 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
         column = [values for sequence in sequences if (values := getattr(sequence, name)) is not None]
         if len(column) not in (0, len(names)):
             raise TraceError(f"{path}: {len(column)} of {len(names)} sequences have {name}; expected all or none")
-        if column:
-            tensors[name] = np.concatenate(column)
+        tensors |= {name: np.concatenate(column)} if column else {}
     versions = np.unique(tensors.get("row_versions", ())).tolist()
     fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(info)}
     fields |= {"weight_versions": versions, "names": names}

@@ -108,8 +108,7 @@ class Trainer:
                 settings = self.config.megatron
                 for step in range(first, self.config.run.steps):
                     # Megatron rejects a few settings on first use: in the first step.
-                    is_first = settings and step == first
-                    with as_config_error("train", settings) if is_first else nullcontext():
+                    with as_config_error("train", settings) if settings and step == first else nullcontext():
                         self._step(step)
                     self.checkpoints.poll()
                     self.checkpoints.end_if_asked(step + 1)

@@ -249,8 +249,7 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
     for name, address in addresses.items():
         if ipaddress.ip_address(address).is_loopback and remote:
             # A node often resolves its own name to loopback: take the source address of packets to the remote nodes.
-            family = socket.AF_INET6 if ":" in remote[0] else socket.AF_INET
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            with socket.socket(socket.AF_INET6 if ":" in remote[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((remote[0], 9))  # sends nothing
                 addresses[name] = str(probe.getsockname()[0])
     return addresses

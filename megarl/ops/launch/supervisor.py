@@ -134,8 +134,7 @@ class Supervisor:
         key, of_trainer = [], []
         if self.topology.servers:
             of_trainer = ["--sglang.urls", json.dumps(self.topology.urls), "--sglang.gpus", "[]"]
-            if self.config.sglang.api_key_env is None:
-                key = ["--sglang.api_key_env", KEY_VARIABLE]
+            key = ["--sglang.api_key_env", KEY_VARIABLE] if self.config.sglang.api_key_env is None else []
         if self._attempt:
             says += f", {self._attempt} starts of the {self.name}, {sum(self._servers.restarts)} restarts of servers"
         launch = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.command import show
-from megarl.errors import MegarlError, refusal
+from megarl.errors import MegarlError, refusal, reworded
 from megarl.files.shipped import shipped_folder
 from megarl.files.texts import read_table
 
@@ -221,7 +221,8 @@ def run(command: str, target: Path | None, version: str | None, as_json: bool = 
 
     version: take the patch of this release. as_json: print JSON.
     """
-    try:
+    suffix = "; nothing was changed"
+    with reworded(OSError, PatchError, "cannot read ", suffix, lambda error: f"{error.filename}: {error.strerror}"):
         root = (target or find_installed()).resolve()
         core = read_version(root)
         release, states = choose(root, core, version) or (None, [])
@@ -233,15 +234,11 @@ def run(command: str, target: Path | None, version: str | None, as_json: bool = 
             # moe_utils.py first: a patched router would pass the hook to a function without the argument.
             replace_files(root, changes if command == "apply" else changes[::-1])
         words = ["not changed" if unfit and s in changes else WORDS[command][s.state] for s in states]
-        files = [
-            {"name": state.name, "state": state.state, "result": word, "notes": state.notes}
-            for state, word in zip(states, words, strict=True)
-        ]
+        pairs = zip(states, words, strict=True)
+        files = [{"name": s.name, "state": s.state, "result": word, "notes": s.notes} for s, word in pairs]
         lines = ["\n    ".join([f"  {file['name']}: {file['result']}", *file["notes"]]) for file in files]
         patch = f"{release}.patch" if release else "has the hook and needs no patch"
         facts = {"version": core, "target": root, "patch": release, "files": files}
         show("\n".join([f"megatron-core {core} in {root}: {patch}", *lines]), facts, as_json)
         if unfit and command != "status":
             raise PatchError(f"{unfit[0].notes[0]}; nothing was changed")
-    except OSError as error:
-        raise PatchError(f"cannot read {error.filename}: {error.strerror}; nothing was changed") from error

@@ -39,7 +39,7 @@ def head_line(folder: Path, settings: Settings) -> list[str]:
     versions = " then ".join(dict.fromkeys(start["version"] for start in starts)) or "(version not recorded)"
     times = [("started" if start["new"] else "resumed", start["time"]) for start in starts[:1] + starts[1:][-1:]]
     if isinstance(updated := status.get("updated"), int | float) and 0 < updated < 1e11:
-        times.append((status.get("state"), time.strftime(TIME_FORMAT, time.localtime(updated))))
+        times.append((str(status.get("state")), time.strftime(TIME_FORMAT, time.localtime(updated))))
     texts = [f"{event} {time_of[:16]}{time_of[19:]}" for event, time_of in times]
     return [f"megarl {versions}", f"seed {settings.get('run.seed', NOT_RECORDED)}", *texts, str(folder.resolve())]
 

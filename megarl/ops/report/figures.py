@@ -103,8 +103,7 @@ def _style(run: Run, line: series.Line, place: int, index: int) -> Figure:
     widths = (2.6, 1.6) if is_held_out else (3.6, 2.2, 1.5)
     width = widths[index % 2] if is_held_out else widths[min(index if run.color is None else place, 2)]
     color, is_shaded = run.color or COLORS[line.color], is_held_out and run.color is not None
-    if is_shaded:
-        color = "#" + "".join(f"{int(color[at : at + 2], 16) * 11 // 20:02x}" for at in (1, 3, 5))
+    color = "#" + "".join(f"{int(color[i : i + 2], 16) * 11 // 20:02x}" for i in (1, 3, 5)) if is_shaded else color
     name = html.escape(prefix + line.label, quote=False)  # plotly reads HTML tags in texts
     return {
         "type": "scatter",

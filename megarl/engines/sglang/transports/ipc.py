@@ -149,8 +149,7 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
         with _fixed_segments():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if (free := shutil.disk_usage(SHARED_MEMORY).free) < num_bytes:  # a write would end the process
-        facts = {"shared_memory": SHARED_MEMORY, "free_mib": free >> 20, "bucket_mib": num_bytes >> 20}
-        raise WeightSyncError(refusal("shared_memory", **facts))
+        raise WeightSyncError(refusal("shared_memory", place=SHARED_MEMORY, free=free >> 20, needed=num_bytes >> 20))
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     for _ in range(MOST_READERS):  # the last of torch's readers removes the file, and killed readers stay counted
         storage._shared_incref()
