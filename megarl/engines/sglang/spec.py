@@ -89,8 +89,8 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
     env |= compile_caches(env)
-    if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts against the two together
-        env = without_expandable_segments(env)
+    # SGLang asserts against the two together.
+    env = without_expandable_segments(env) if "enable_memory_saver" in parse_arguments(spec.extra_args) else env
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
     if "enable_return_indexer_topk" in parse_arguments(spec.extra_args):
         env["SGLANG_DSA_FUSE_TOPK"] = "0"  # else keys are slots of the cache
