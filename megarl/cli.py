@@ -18,7 +18,7 @@ from megarl import __version__
 from megarl.commands import COMMANDS
 from megarl.config import file as config_file
 from megarl.config.command import POSITIONAL, Command, OnConfiguration
-from megarl.errors import ConfigError, did_you_mean, one_of, refusal
+from megarl.errors import ConfigError, did_you_mean, one_of, refusal, reworded
 from megarl.files.texts import read_table
 from megarl.ops.exits import run_to_exit
 
@@ -63,12 +63,12 @@ def parse_command(arguments: list[str]) -> Command:
     if (two := " ".join(arguments[:2]).replace("launch train", "launch")) in COMMANDS:
         arguments = [two, *arguments[2:]]
     parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
-    options: dict[str, Any] = {"action": "version", "version": f"megarl {__version__}"}
-    parser.add_argument("--version", **options, help="show the version and exit")
+    version = f"megarl {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         about = " ".join((command.__doc__ or "").split())
-        options = {"help": about, "description": about, "allow_abbrev": False}
+        options: dict[str, Any] = {"help": about, "description": about, "allow_abbrev": False}
         options |= {"epilog": _KEYS} if issubclass(command, OnConfiguration) else {}
         _add_arguments(commands.add_parser(name, argument_default=argparse.SUPPRESS, **options), command)
     first = arguments[0] if arguments else ""
@@ -88,14 +88,13 @@ def parse_command(arguments: list[str]) -> Command:
         raise ConfigError(f"{prog}: unrecognized arguments: {' '.join(unknown)}; {hint}")
     values = vars(parsed)
     command = COMMANDS[values.pop("command")]
-    try:
+    with reworded(ValidationError, ConfigError, f"megarl {first}: ", tell=lambda e: _describe_problem(e, command)):
         return command(**values)
-    except ValidationError as error:
-        raise ConfigError(f"megarl {first}: {_describe_problem(error.errors()[0], command)}") from None
 
 
-def _describe_problem(wrong: Any, command: type[Any]) -> str:
+def _describe_problem(error: ValidationError, command: type[Any]) -> str:
     """What is wrong with a word of the command line."""
+    wrong: Any = error.errors()[0]
     name = wrong["loc"][0]
     field: FieldInfo = command.__pydantic_fields__[name]
     flag = name.upper() if POSITIONAL in field.metadata else _flag(name)

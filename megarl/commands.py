@@ -115,8 +115,7 @@ class Eval(OnConfiguration):
             saved, places = config_file.find_saved(self.checkpoint, "give CONFIG, too")
             return replace(self, config=saved).run({**places, **overrides})
         options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out")}
-        config = self.load({**WITHOUT_TRAINING, **overrides})
-        return self._start(eval_request(config, ks=self.k, **options), overrides)
+        return self._start(eval_request(self.load({**WITHOUT_TRAINING, **overrides}), ks=self.k, **options), overrides)
 
     def _start(self, request: EvalRequest, overrides: Overrides) -> int | None:
         request.layout(world_size(), self.launch_line(overrides))
@@ -346,8 +345,7 @@ class Verify:
     def run(self, overrides: Overrides) -> int:
         """ConfigError unless there are two files or a server."""
         if len(self.files) != (2 if self.engine is None else 0):
-            engine = " and --engine" if self.engine else ""
-            raise ConfigError(refusal("files_to_verify", num=len(self.files), engine=engine))
+            raise ConfigError(refusal("files_to_verify", num=len(self.files), also=" and --engine" * bool(self.engine)))
         if self.engine is not None:
             from megarl.engines.sglang.http import key_named
             from megarl.verify.engine import show_engine

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 _MOST_NAMES = 8
-"""Names that are listed although one of them is close."""
+"""Names that are listed beside a close name."""
 
 
 class MegarlError(Exception):
     """Base of all errors below; the command line turns it into one line and exit code 2."""
 
     second_hand = False
-    """Whether it only says that another rank has failed; that rank has the actual error."""
+    """Whether it only reports the failure of a rank that has the actual error."""
 
 
 class ConfigError(MegarlError, ValueError):
@@ -50,7 +50,7 @@ class RequestError(RolloutError):
 
 
 class RewardError(RolloutError):
-    """The user's reward or environment gave no response a reward; another start would find the same."""
+    """The user's reward or environment gave no response a reward; a restart changes nothing."""
 
 
 class TraceError(MegarlError, ValueError):
@@ -65,7 +65,7 @@ class AgreementError(ReplayError):
     """Replayed experts agree too little with the routers' own choice."""
 
     micro_batches: tuple[int, ...] = ()
-    """Those that agree too little; none if only layers do."""
+    """With too little agreement; empty if only layers disagree."""
 
 
 class WeightSyncError(MegarlError, RuntimeError):
@@ -84,7 +84,7 @@ class SaveError(MegarlError, OSError):
     """A checkpoint could not be written."""
 
     on_all_ranks = False
-    """Whether every rank knows of it, so that all of them may go on."""
+    """Whether every rank knows of the failure and may go on."""
 
 
 class NumericsError(MegarlError, FloatingPointError):
@@ -124,8 +124,8 @@ def printable(text: str) -> str:
 def describe_call(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """Return type and message of an error of the user's code as ``describe`` does, and its file and line if known.
 
-    The line is the last one that is not of megarl or of an installed package; for an error that arose in none, such as
-    a wrong return value, that of the function.
+    The line is the last one that is not of megarl or of an installed package; for an error without a
+    line, as a wrong return value, the line of the function.
     """
     function = getattr(function, "__wrapped__", function)
     called = function if hasattr(function, "__code__") else type(function).__call__  # an object that can be called
@@ -184,7 +184,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1)
 
 
 def one_of(name: str, known: Iterable[str]) -> str:
-    """Return what was expected in the place of ``name``: the known names, and the closest; of many, that one alone."""
+    """Return what was expected in the place of ``name``: the known names and the closest; of many, the closest only."""
     names = [*known]
     expected = f"expected {', '.join(names[:-1])} or {names[-1]}"
     hint = did_you_mean(name, names, expected)

@@ -254,8 +254,7 @@ def _typed(key: str, text: str | None) -> Any:
     annotation = annotation_of(key)
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
-    if text is None and (annotation is Any or bool in (annotation, *get_args(annotation))):
-        text = "true"
+    text = "true" if text is None and (annotation is Any or bool in (annotation, *get_args(annotation))) else text
     kinds = {annotation, *(get_origin(option) for option in (annotation, *get_args(annotation)))}
     if text is not None and kinds & {Any, list, dict}:
         with suppress(ValueError, RecursionError):  # a string need not have quotation marks
@@ -275,9 +274,7 @@ def _list_kinds(error: ValidationError) -> str:
 
 def as_flag(value: Any) -> str:
     """A value as ``split_overrides`` reads it."""
-    if value is None:
-        return "none"
-    return as_toml(value) if isinstance(value, (bool, list, Mapping)) else str(value)
+    return "none" if value is None else as_toml(value) if isinstance(value, (bool, list, Mapping)) else str(value)
 
 
 def as_toml(value: Any) -> str:

@@ -185,8 +185,7 @@ def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
     if not count:
         return {}
     mean = first / count
-    variance = max(second / count - mean * mean, 0.0)
-    return {"mean": mean, "std": math.sqrt(variance), "min": -maxima[1], "max": maxima[0]}
+    return {"mean": mean, "std": math.sqrt(max(second / count - mean * mean, 0.0)), "min": -maxima[1], "max": maxima[0]}
 
 
 def _quantiles(counts: list[float]) -> dict[str, float]:

@@ -58,9 +58,7 @@ def spread(bins: list[list[int]], lengths: Sequence[int], max_tokens: int, min_b
     Ranks agree on a number in this way: each partitions, then spreads to the largest count. There must be as many
     sequences.
     """
-    if len(bins) >= min_bins:
-        return bins
-    return _place(lengths, min_bins, max_tokens) or _divide(bins, lengths, min_bins)
+    return bins if len(bins) >= min_bins else _place(lengths, min_bins, max_tokens) or _divide(bins, lengths, min_bins)
 
 
 def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -188,7 +186,7 @@ def _place(lengths: Sequence[int], num_bins: int, max_tokens: int | None = None)
 
 
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Halve the fullest bin until there are num_bins; this only shortens bins, so they still fit."""
+    """Halve the fullest bin until there are num_bins; bins only become shorter, and fit."""
     bins = list(bins)
     while len(bins) < num_bins:
         fullest = max((members for members in bins if len(members) > 1), key=lambda m: sum(lengths[i] for i in m))
@@ -202,7 +200,7 @@ def _tensor(column: np.ndarray, dtype: type[np.generic]) -> Tensor:
 
 
 def _pack_masks(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """bool [T], where there are routes, here or on another rank; None if some rollouts have none at all."""
+    """bool [T], where there are routes, here or on another rank; None if a rollout lacks them."""
     if not all(map(has_routes, rollouts)):
         return None
     masks = [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts]
@@ -249,8 +247,7 @@ def check_kept(rollout: Rollout) -> None:
     label = rollout.label
     shapes = [None if values is None else list(values.shape) for values in (counts, ids)]
     if counts is None or ids is None or shapes != [[rollout.num_tokens], [int(counts.sum())]] or counts.min() < 0:
-        facts = {"label": label, "counts": shapes[0], "ids": shapes[1], "tokens": rollout.num_tokens}
-        raise RolloutError(refusal("kept_shapes", **facts))
+        raise RolloutError(refusal("kept_shapes", rollout=rollout, counts=shapes[0], ids=shapes[1]))
     owner = np.repeat(np.arange(rollout.num_tokens), counts)
     num_hits = np.bincount(owner[ids == rollout.tokens[owner]], minlength=rollout.num_tokens)
     wrong = num_hits != np.where(rollout.loss_mask, 1, counts > 0)
@@ -264,7 +261,7 @@ def check_kept(rollout: Rollout) -> None:
 
 
 def pack_kept(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
-    """Return kept_ids int32 [M] and kept_offsets int64 [T+1] of rollouts back to back; (None, None) if none has sets.
+    """Return kept_ids int32 [M] and kept_offsets int64 [T+1] of rollouts back to back; (None, None) without sets.
 
     RolloutError if only some of the rollouts with loss have them.
     """

@@ -31,7 +31,7 @@ def find_padded_positions(cu_seqlens: Tensor, padded: Tensor) -> Tensor:
 
 
 def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Return int64 [T / cp_size]: the packed tokens that a CP rank holds, in the order in which it holds them.
+    """Return int64 [T / cp_size]: the packed tokens of a CP rank, in the order of the rank.
 
     cu_seqlens: int64 [N+1], every length a multiple of 2 * cp_size (ValueError otherwise, if cp_size > 1).
     """

@@ -151,8 +151,7 @@ def ratio_gradient(scope: "Scope", values: Tensor, mask: Tensor, cu_seqlens: Ten
     """
     if scope == "future_mean":
         values = values / _segment_cumsum(mask.long(), cu_seqlens, reverse=True).clamp(min=1)
-    sums = segment_cumsum(values, cu_seqlens, reverse=scope == "prefix")
-    return torch.where(mask, sums, 0.0).to(values.dtype)
+    return torch.where(mask, segment_cumsum(values, cu_seqlens, reverse=scope == "prefix"), 0.0).to(values.dtype)
 
 
 def _segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor:

@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length", "abort", "pause"]
 """pause: the engine was asked to stop. The rollout holds what it has so far, perhaps only the prompt; the response goes
 on later."""
 REPLAYED: tuple[str, ...] = ("routed_experts", "gate_weights", "indexer_topk")
-"""Columns of a rollout that stay on the rank that sampled it, until each row travels to the layers that replay it."""
+"""Columns of a rollout that stay on the sampling rank, until the rows travel to the replaying layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Rollout:
     """uint8 (E <= 256) or uint16 [T, L, K], MoE layers only; None if the engine records no routes."""
     routed_mask: np.ndarray | None
     """bool [T], True where there is a real row. The engine may miss rows (the last token, holes). With a mask and no
-    routed_experts the routes lie on another rank; None if there are none at all."""
+    routed_experts the routes lie on another rank; None without any."""
     weight_versions: np.ndarray
     """int32 [T], version of the weights that produced (generated tokens) or read (other tokens) the token."""
     finish_reason: FinishReason
@@ -82,10 +82,10 @@ class Rollout:
     its log-probability is of the first time. None: no retraction."""
     gate_weights: np.ndarray | None = None
     """float32 [T, L, K], by which the engine multiplied the output of each of routed_experts, in their order; all
-    scaling included. None if they were not requested."""
+    scaling included. None without a request."""
     indexer_topk: np.ndarray | None = None
     """int32 [T, layers with an indexer, k], positions of the keys that sparse attention selected for each token t; the
-    row has min(t + 1, k) of them, then -1. None if they were not requested."""
+    row has min(t + 1, k) of them, then -1. None without a request."""
 
     @property
     def label(self) -> str:

@@ -101,8 +101,7 @@ def _read_word(word: str, config: Config) -> Benchmark:
         raise ConfigError(refusal("benchmark_name", word=word))
     is_file, path = source.endswith(FILES), Path(source)
     if not (is_file or "/" in source or path.exists()):  # a misspelt short name
-        facts = {"names": ", ".join(BENCHMARKS), "files": ", ".join(FILES)}
-        raise ConfigError(refusal("benchmark_source", source=source, **facts))
+        raise ConfigError(refusal("benchmark_source", source=source, sets=", ".join(BENCHMARKS), ends=", ".join(FILES)))
     if name in BENCHMARKS:
         split = None if is_file or path.is_dir() else BENCHMARKS[name].split
         return replace(BENCHMARKS[name], source=source, split=split)

@@ -94,7 +94,7 @@ class Judge(contextlib.AbstractContextManager["Judge"]):
         self.num_workers = workers
         self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
         """A place per worker: a call that waits for a place can be cancelled at no cost."""
-        # A pool per process, so that a process that dies can damage only the queue and locks of its pool.
+        # A pool per process: a dying process can damage only the queue and locks of its pool.
         self._idle: list[ProcessPool] = []
         self._busy: dict[ProcessPool, Call | None] = {}
         self._closed = False

@@ -187,6 +187,10 @@ class Text(NamedTuple):
     """Whether the tokenizer adds special tokens: not after a chat template, nor to a response."""
 
 
+_Check = Callable[[Text, list[int]], None]
+"""Raises DataError for a text with these tokens."""
+
+
 class PromptReader:
     """Makes the text of a record's prompt, and tokens of texts; refuses texts that the model would get changed."""
 
@@ -244,26 +248,21 @@ class PromptReader:
         for number, turn in enumerate(chat):
             if turn["role"] != "assistant":
                 continue
-            asked, bare, whole = (
-                chat[:number],
-                {**turn, "tool_calls": []},
-                {"tools": tools, "add_generation_prompt": False},
-            )
-            before, after = (
-                self._chat.apply(asked, place, tools=tools),
-                self._chat.apply([*asked, turn], place, **whole),
-            )
+            history, bare = chat[:number], {**turn, "tool_calls": []}
+            whole: dict[str, Any] = {"tools": tools, "add_generation_prompt": False}
+            before = self._chat.apply(history, place, tools=tools)
+            after = self._chat.apply([*history, turn], place, **whole)
             facts = {"place": place, "number": number, "field": field}
             if not after.startswith(before):
                 raise DataError(refusal("template_of_turn", **facts, end=before[-40:]))
-            if turn.get("tool_calls") and after == self._chat.apply([*asked, bare], place, **whole):
+            if turn.get("tool_calls") and after == self._chat.apply([*history, bare], place, **whole):
                 raise DataError(refusal("calls_left_out", **facts))
             if not before.startswith(done):
                 yield pairs
                 pairs, done = [], ""
             answer = after[len(before) :]
-            if answer.rstrip().endswith(special):  # what follows is no part of the model's turn
-                answer = answer.rstrip()
+            # White space behind a special token is no part of the model's turn.
+            answer = answer.rstrip() if answer.rstrip().endswith(special) else answer
             pairs.append((Text(place, before[len(done) :], plain=False), Text(place, answer, plain=False)))
             done = before + answer
         if not pairs:
@@ -307,9 +306,7 @@ class PromptReader:
                 return mark if response.lstrip().startswith(mark) else None
         return None
 
-    def _encode(
-        self, texts: Sequence[Text], label: str, check: Callable[[Text, list[int]], None] = lambda text, tokens: None
-    ) -> list[list[int]]:
+    def _encode(self, texts: Sequence[Text], label: str, check: _Check = lambda *_: None) -> list[list[int]]:
         """Tokenize and check a batch. DataError names the first text that is wrong or cannot be tokenized."""
         tokens: dict[int, list[int]] = {}
         for plain in (True, False):
@@ -351,7 +348,7 @@ _WORD = re.compile(r"\w")
 class ChatTemplate:
     """Renders chat messages up to the mark that opens the model's answer; refuses messages that were rendered before.
 
-    A message was rendered before if it holds text that the template writes around messages of these roles: special
+    A message was rendered before if it holds text of the template for these roles: special
     tokens, other tokens beside the user's text, or the words before and behind the user's text, which remain where
     special tokens were removed.
     """

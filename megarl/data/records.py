@@ -22,11 +22,11 @@ _BLANK = b"\xef\xbb\xbf \t\r\n"
 """A byte order mark, and white space."""
 
 Record = dict[str, Any]
+Records = Iterator[tuple[str, Record]]
+"""Each with its place."""
 
 
-def read_records(
-    source: str | Path, *, split: str | None = None, limit: int | None = None
-) -> Iterator[tuple[str, Record]]:
+def read_records(source: str | Path, *, split: str | None = None, limit: int | None = None) -> Records:
     """Yield (place, record) for every example of a source, in order, at most ``limit`` examples.
 
     source: a file with an ending of ``FILES``, a local dataset folder, or a hub name for ``datasets.load_dataset``
@@ -87,7 +87,7 @@ def type_name(value: object) -> str:
     return "null" if value is None else _TYPES.get(type(value), type(value).__name__)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_jsonl(path: Path) -> Records:
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_JSON_BYTES + 1), b""), start=1):
             place = f"{path}:{number}"
@@ -111,7 +111,7 @@ def _as_record(value: Any, place: str) -> Record:
     return value
 
 
-def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_json(path: Path) -> Records:
     """Return the members of a list, which is parsed as a whole; of a file without a list, its lines."""
     with open_regular(path) as file:
         if not file.read(1024).lstrip(_BLANK).startswith(b"["):
@@ -122,8 +122,8 @@ def _read_json(path: Path) -> Iterator[tuple[str, Record]]:
     return ((f"{path} row {row}", _as_record(value, f"{path} row {row}")) for row, value in enumerate(rows))
 
 
-def _read_table(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the rows of a CSV or TSV file as texts, by the names in its first line; fields that end early are None."""
+def _read_table(path: Path) -> Records:
+    """Yield the rows of a CSV or TSV file as texts, by the names in its first line; missing fields are None."""
     with open_regular(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         lines = iter(lambda: text.readline(MOST_JSON_BYTES), "")  # an endless line is a row of too many fields
@@ -136,11 +136,10 @@ def _read_table(path: Path) -> Iterator[tuple[str, Record]]:
                     raise DataError(f"{path} row {row}: {len(record[None])} fields more than the {len(names)} names")
                 yield f"{path} row {row}", record
         except (UnicodeDecodeError, csv.Error) as error:
-            place = f"{path}: after line {rows.line_num}"
-            raise DataError(f"{place}: no table in UTF-8 ({error}); convert it, or write JSONL") from error
+            raise DataError(refusal("no_table", path=path, line=rows.line_num, error=error)) from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_parquet(path: Path) -> Records:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -155,14 +154,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
         raise DataError(f"{path}: not a readable Parquet file after row {row} ({describe(error)})") from error
 
 
-def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]]:
+def _read_dataset(source: str, split: str | None) -> Records:
     """Yield the records of a folder or a hub name. The import of ``datasets`` takes a second."""
     from datasets import DatasetDict, load_dataset
 
     name, _, config_name = (source, "", "") if Path(source).is_dir() else source.partition(":")
     try:
         data = load_dataset(name, config_name or None, split=split)
-    except Exception as error:  # load_dataset does not document what it raises
+    except Exception as error:  # load_dataset documents no errors
         raise DataError(refusal("dataset", source=source, error=describe(error))) from error
     if isinstance(data, DatasetDict):
         if len(data) != 1:

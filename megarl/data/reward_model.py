@@ -70,7 +70,7 @@ class RewardModel:
         failure: Exception = RolloutError("the reward model was not asked")
         async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.concurrency)):
             for attempt in range(self.config.attempts):
-                if attempt:  # with a random pause, so that ranks do not ask at the same time
+                if attempt:  # with a random pause, to spread the requests of ranks
                     pause_s = min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S)
                     await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
                 url = urls[(first + attempt) % len(urls)]
@@ -89,7 +89,7 @@ class RewardModel:
         """Return the score of an attempt. RolloutError if the server will refuse the text again."""
         rid, place = uuid.uuid4().hex, f"{url}/classify"
         headers = UNPACKED | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        # A session for each request, so that nothing outlives a loop. trust_env: no proxy is used.
+        # A session per request: no connection outlives a loop. trust_env: no proxy is used.
         options = {"timeout": aiohttp.ClientTimeout(None), "trust_env": False, "auto_decompress": False}
         async with (
             aiohttp.ClientSession(headers=headers, **options) as http,

@@ -73,8 +73,7 @@ def read_verdict(returned: object, response: str, weights: Mapping[str, float] |
             raise TypeError(f"step {index} ends at {step.end!r:.80}, expected a number of characters")
         end = int(step.end)
         if not previous < end <= len(response):
-            facts = {"index": index, "end": end, "least": previous + 1, "most": len(response)}
-            raise ValueError(refusal("end_of_step", **facts))
+            raise ValueError(refusal("end_of_step", index=index, end=end, least=previous + 1, most=len(response)))
         steps.append(StepReward(end, reward))
         previous = end
     refuse_if(not steps, ValueError, "no_steps")
@@ -84,8 +83,7 @@ def read_verdict(returned: object, response: str, weights: Mapping[str, float] |
 def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
     """Return the verdict of a function that returns rewards by name."""
     if not isinstance(returned, Mapping):
-        value = f"{returned!r:.80} ({type(returned).__name__})"
-        raise TypeError(f"the reward function returned {value}, expected rewards by name: {[*weights]}")
+        raise TypeError(refusal("no_rewards_by_name", returned=returned, kind=type(returned), names=[*weights]))
     refuse_if(set(returned) != set(weights), ValueError, "names_of_rewards", returned=[*returned], weights=[*weights])
     components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
     total = math.fsum(map(operator.mul, weights.values(), components))

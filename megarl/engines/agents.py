@@ -1,4 +1,4 @@
-"""Agents that know nothing of megarl: any program that speaks OpenAI's chat completions plays an episode.
+"""Agents unaware of megarl: any program that speaks OpenAI's chat completions plays an episode.
 
     messages -> text of the chat template -> longest recorded text that it begins with -> recorded tokens + new tokens
 

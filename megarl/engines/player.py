@@ -29,7 +29,7 @@ from megarl.data.rewards import Verdict
 from megarl.data.tokenizer import step_tokens
 from megarl.engines.protocol import Engine, OnFinish, SamplingParams, Session, go_on
 from megarl.engines.tools.protocol import Environment, Episode, ModelTurn, Observation
-from megarl.errors import ConfigError, RequestError, RolloutError, describe_call, may_pass, refusal
+from megarl.errors import ConfigError, RequestError, RolloutError, describe_call, may_pass, refusal, reworded
 from megarl.routes.turns import join, known_rows
 
 
@@ -351,10 +351,9 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, vocabulary: int |
     """Return the tokens of a text, int32 [T]; EpisodeError for a text that tokenizer or model cannot read."""
     if not text:
         return np.zeros(0, dtype=np.int32)
-    try:
+    # Tokenizers without byte fallback raise various errors for some texts.
+    with reworded(Exception, EpisodeError, f"the tokenizer cannot read the observation {text[:80]!r}: "):
         tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-    except Exception as error:  # tokenizers without byte fallback raise various errors for some texts
-        raise EpisodeError(f"the tokenizer cannot read the observation {text[:80]!r}: {error}") from error
     if vocabulary is not None and tokens.max(initial=0) >= vocabulary:
         raise EpisodeError(f"the observation {text[:80]!r} holds token {tokens.max()}; the model has {vocabulary} rows")
     return tokens

@@ -200,7 +200,7 @@ def go_on(request: SampleRequest, earlier: Rollout, max_response_tokens: int) ->
 
 
 def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:
-    """Sample one response for each request, each in its own episode."""
+    """Sample a response for each request, in separate episodes."""
     rollouts: dict[int, Rollout] = {}
 
     async def sample(session: Session, position: int) -> None:

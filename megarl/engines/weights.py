@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megarl.core.fp8 import quantize_fp8, round_to_fp32
 from megarl.core.fp8_names import BLOCK, SCALE, grid_of, is_fp8_weight
 from megarl.engines import BUCKET_BYTES
-from megarl.errors import ConfigError, WeightSyncError, describe, refusal
+from megarl.errors import ConfigError, WeightSyncError, describe, refusal, reworded
 from megarl.files.hf_config import FAMILIES, family_entry, flatten, hf_name, is_beside_text, is_turned
 from megarl.models.hf_files import split_by_size
 from megarl.models.hf_folder import read_json
@@ -106,8 +106,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             raise WeightSyncError(refusal("layout_of_tensor", kind=type(model).__name__, name=name))
     covered, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
     if covered != expected:
-        facts = {"kind": type(model).__name__, "covered": covered, "expected": expected}
-        raise WeightSyncError(refusal("names_of_checkpoint", **facts))
+        raise WeightSyncError(refusal("names_of_checkpoint", model=type(model), covered=covered, expected=expected))
     turned = {name: view.transpose(1, 2) for name, view in views.items() if is_turned(kind, name, view.shape, hidden)}
     names = {name: hf_name(kind, name) if model.config.model_type != kind else name for name in views}
     return {names[name]: turned.get(name, view) for name, view in views.items() if not is_beside_text(kind, name)}
@@ -141,12 +140,11 @@ def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     The names are transformers' own. No memory is allocated and no weights are read. ConfigError if transformers cannot
     build the model.
     """
-    try:
+    prefix = f"{directory}: transformers cannot build the model ("
+    with reworded(Exception, ConfigError, prefix, ")", describe):  # transformers raises many kinds
         config = read_model_config(directory)
         with torch.device("meta"):
             model = auto_class(config).from_config(config)
-    except Exception as error:  # transformers raises many kinds
-        raise ConfigError(f"{directory}: transformers cannot build the model ({describe(error)})") from error
     return {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}
 
 
@@ -232,8 +230,7 @@ class Bucket:
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
     """bool []. A weight in FP8 has a scale, which is not finite if the weight is not."""
-    is_fp8 = tensor.dtype == torch.float8_e4m3fn
-    return tensor.new_ones((), dtype=torch.bool) if is_fp8 else tensor.isfinite().all()
+    return tensor.new_ones((), dtype=torch.bool) if tensor.dtype == torch.float8_e4m3fn else tensor.isfinite().all()
 
 
 def split_into_buckets(
@@ -314,6 +311,5 @@ class Intake:
                 raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
             yield name, tensor
         if outstanding:
-            num, total, examples = len(outstanding), len(self.shapes), ", ".join(sorted(outstanding)[:3])
-            facts = {"num": num, "total": total, "version": self.version, "examples": examples}
-            raise WeightSyncError(refusal("weights_missing", **facts))
+            num, total, names = len(outstanding), len(self.shapes), ", ".join(sorted(outstanding)[:3])
+            raise WeightSyncError(refusal("weights_missing", num=num, total=total, version=self.version, names=names))

@@ -35,7 +35,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     """Megatron's config: defaults of every run, the model's shape, then the layout and the user's overrides.
 
     The router computes in fp32, and there is no dropout, because log-probabilities of two passes must agree.
-    ConfigError for settings that this machine or this release of Megatron cannot run.
+    ConfigError for settings beyond the machine or the release of Megatron.
     """
     require_release()
     has_te = uses_te(shape)

@@ -43,7 +43,7 @@ class PackedPiece:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The rows that one rank has or wants: those of the tokens that its routers see, in their order."""
+    """The rows that one rank has or wants: of the tokens of its routers, in order."""
 
     pieces: tuple[PackedPiece, ...]
     layers: tuple[int, ...]
@@ -113,7 +113,7 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
         sequence, position = divmod(int(wanted_rows[row]), 1 << 32)
         facts = {"sequence": sequence, "position": position, "layer": want.layers[column]}
         raise TraceError(refusal("row_on_no_rank", lacking=np.count_nonzero(is_lacking), **facts))
-    return result.transpose(0, 1).contiguous().transpose(0, 1)  # each replay of it reads one layer at a time
+    return result.transpose(0, 1).contiguous().transpose(0, 1)  # a replay reads layer by layer
 
 
 def _find_common(
@@ -154,7 +154,7 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape, gates: bool =
     for r in rollouts:
         if (experts := r.routed_experts) is None:
             if r.routed_mask is not None:
-                continue  # its routes are on another rank, which checks them
+                continue  # the routes are on a different rank, and checked there
             raise TraceError(f"{r.label}: no routed experts, but replay needs them: was the engine asked for routes?")
         RoutingTrace(experts, shape.num_experts, r.routed_mask, r.label)
         if experts.shape[1:] != expected:

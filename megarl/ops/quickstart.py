@@ -57,8 +57,8 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     path = out / "quickstart.toml"
     text = config_text(family, config=path, run=run, model=model, task=task)
     untrained = out / "model-untrained"
-    if (untrained / "config.json").exists() and (made := read_shape(untrained).family) != family:
-        raise MegarlError(f"{out} holds a model of the family {made}: add --family {made}, or choose another --out")
+    if (untrained / "config.json").exists() and (other := read_shape(untrained).family) != family:
+        raise MegarlError(f"{out} holds a model of the family {other}: add --family {other}, or choose another --out")
     if not path.exists() and (entries := [entry.name for entry in out.iterdir()]):
         raise ConfigError(f"--out {out}: found {entries[0]}, expected a new or empty folder; choose another one")
     if (run / "report" / "index.html").exists():

@@ -143,8 +143,7 @@ def tap(chunk: Any, index: int, log: PassLog) -> list[RemovableHandle]:
     """Hook a chunk."""
     chunk_tap = Tap(log, index)
     on_enter = chunk.register_forward_pre_hook(chunk_tap.enter, with_kwargs=True)
-    on_leave = chunk.register_forward_hook(chunk_tap.leave, with_kwargs=True, always_call=True)
-    return [on_enter, on_leave]
+    return [on_enter, chunk.register_forward_hook(chunk_tap.leave, with_kwargs=True, always_call=True)]
 
 
 def _router_order(ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -186,8 +185,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, experts: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        values = torch.where(gates.isnan(), probs.gather(1, experts), gates.to(probs.dtype))
-        return probs.scatter(1, experts, values)
+        return probs.scatter(1, experts, torch.where(gates.isnan(), probs.gather(1, experts), gates.to(probs.dtype)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -227,4 +225,4 @@ def _score(method: _Method, hook: Hook | None, logits: torch.Tensor) -> Any:
 
 _METHODS: dict[str, _Method] = {f"_apply_{kind}_loss": _attach_loss for kind in ("aux", "seq_aux", "global_aux")}
 _METHODS["compute_routing_scores_for_aux_loss"] = _score
-"""Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""
+"""Methods of a router that compute balancing losses, with their wrappers; a release has a part."""

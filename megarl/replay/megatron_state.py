@@ -18,7 +18,7 @@ def unwrap(chunk: Module) -> Any:
 
 
 class Replaced(AbstractContextManager[None]):
-    """Gives an object of Megatron or torch other attributes inside; afterwards it has its own, or those of its class.
+    """Gives an object of Megatron or torch other attributes inside; afterwards the object has its former attributes.
 
     No generator, so that a model can be copied while a watch stands on it.
     """
@@ -39,7 +39,7 @@ class Replaced(AbstractContextManager[None]):
 
 
 def tp_position() -> tuple[int, int]:
-    """Return (size of this rank's tensor-parallel group, this rank in it)."""
+    """Return (size of the tensor-parallel group, rank in the group)."""
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
@@ -49,5 +49,5 @@ def split_position(config: Any) -> tuple[int, int]:
 
 
 def cp_position() -> tuple[int, int]:
-    """Return (size of this rank's context-parallel group, this rank in it)."""
+    """Return (size of the context-parallel group, rank in the group)."""
     return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()

@@ -78,8 +78,7 @@ class _Table:
         self.asked = to_device(torch.cat([absent, sample_rows(routes) if samples else no_rows]), device)
         """int64, rows whose native choice is computed: absent rows, then sampled rows."""
         by_layer = routes.experts.detach().transpose(0, 1)
-        copied = by_layer.to(hook.dtype, copy=True, memory_format=torch.contiguous_format)
-        self.experts = to_device(copied, device)
+        self.experts = to_device(by_layer.to(hook.dtype, copy=True, memory_format=torch.contiguous_format), device)
         """[L_local, T_local, K], narrow."""
         self.gates: torch.Tensor | None = None
         """float32, as ``experts``; NaN where the router's own are taken."""
@@ -132,10 +131,7 @@ class Session:
         """Return (scores, experts), [T_local, K] each."""
         if self.replays:
             experts = self._find_experts(hook, call, question)
-        elif call.first or self._native is None:
-            experts = question.preferred()
-        else:
-            experts = self._native[hook][call.micro]
+        experts = question.preferred() if call.first or self._native is None else self._native[hook][call.micro]
         if call.first and self._native is not None:
             self._native[hook][call.micro] = question.preferred().to(hook.dtype)
         if call.first and self._compared is not None:

@@ -12,14 +12,13 @@ one row of an earlier pass for all tokens. ``refuse_uncaptured`` refuses these a
 """
 
 import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megarl.errors import TraceError, refusal
+from megarl.errors import TraceError, refusal, reworded
 from megarl.files.hf_config import MoeShape
 from megarl.routes.codec import MAGIC, decode
 from megarl.routes.trace import RoutingTrace
@@ -69,7 +68,7 @@ def routes_from_sglang(
 def read_routes(
     raw: bytes, shape: MoeShape, label: str = "routes", logical_ids: np.ndarray | None = None
 ) -> RoutingTrace:
-    """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError if it is of another shape.
+    """Return SGLang's int32 [rows, layers, K] without dense and exempt layers; TraceError for a wrong shape.
     logical_ids: of ``routes_from_sglang``.
     """
     if len(raw) % (4 * shape.num_layers * shape.topk):
@@ -121,10 +120,8 @@ def decode_routes(
 
 
 def _from_base64(text: str, name: str, label: str) -> bytes:
-    try:
+    with reworded(ValueError, TraceError, f"{label}: {name} are no base64 (", "); the answer was cut short"):
         return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise TraceError(f"{label}: {name} are no base64 ({error}); the answer was cut short") from error
 
 
 def decode_keys(text: str | None, shape: tuple[int, int, int], indexers: Sequence[int], label: str) -> np.ndarray:

@@ -84,13 +84,13 @@ class Disagreement:
 
 
 def compare(a: RoutingTrace, b: RoutingTrace) -> Disagreement:
-    """Compare two traces of the same tokens as sets, on the rows that both hold. Raises TraceError if shapes differ."""
+    """Compare two traces of the same tokens as sets, on the common rows. Raises TraceError if shapes differ."""
     rows = common_rows(a, b)
     return Disagreement.of(shared_experts(a.experts[rows], b.experts[rows]), a.experts.shape[2])
 
 
 def common_rows(a: RoutingTrace, b: RoutingTrace) -> np.ndarray:
-    """bool [T], tokens whose row both traces hold. Raises TraceError unless they are of the same tokens and model."""
+    """bool [T], tokens with a row in both traces. Raises TraceError unless they are of the same tokens and model."""
     if a.experts.shape != b.experts.shape or a.num_experts != b.num_experts:
         facts = {"a": a, "shape_a": list(a.experts.shape), "b": b, "shape_b": list(b.experts.shape)}
         raise TraceError(refusal("shapes_to_compare", **facts))

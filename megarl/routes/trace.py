@@ -13,9 +13,7 @@ from megarl.errors import TraceError, refusal
 
 def narrow_dtype(num_experts: int, signed: bool = False) -> type[np.integer]:
     """Return the dtype of expert numbers: uint8 up to 256 experts, else uint16, or int16 (``signed``) for torch."""
-    if num_experts <= 256:
-        return np.uint8
-    return np.int16 if signed else np.uint16
+    return np.uint8 if num_experts <= 256 else np.int16 if signed else np.uint16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +29,7 @@ class RoutingTrace:
     num_experts: int
     """E, routed experts of each layer, at most 65536."""
     present: np.ndarray | None = None
-    """bool [T], False where the engine recorded nothing for the token; None if every token has its row."""
+    """bool [T], False where the engine recorded nothing for the token; None if no row is missing."""
     label: str = "routing trace"
     """Names the sequence in error messages, for instance "group 3 sample 1"."""
 

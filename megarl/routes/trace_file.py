@@ -27,6 +27,8 @@ from megarl.routes.turns import row_versions
 
 FORMAT, FORMAT_VERSION = "megarl-routing-traces", 1
 MOST_EXPERTS = 65536
+Tensors = Mapping[str, np.ndarray]
+Metadata = Mapping[str, str]
 _COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32), "gate_weights": np.dtype(np.float32)}
 """Optional tensors with one entry, or row, per token."""
 
@@ -104,8 +106,7 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
         column = [values for sequence in sequences if (values := getattr(sequence, name)) is not None]
         if len(column) not in (0, len(names)):
             raise TraceError(f"{path}: {len(column)} of {len(names)} sequences have {name}; expected all or none")
-        if column:
-            tensors[name] = np.concatenate(column)
+        tensors |= {name: np.concatenate(column)} if column else {}
     versions = np.unique(tensors.get("row_versions", ())).tolist()
     fields = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(info)}
     fields |= {"weight_versions": versions, "names": names}
@@ -151,7 +152,7 @@ def read_traces(path: str | Path) -> "TraceFile":
 class TraceFile:
     """The sequences of a file, in order. Access by position or name decodes a sequence."""
 
-    def __init__(self, path: Path, metadata: _Metadata, tensors: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, path: Path, metadata: _Metadata, tensors: Tensors) -> None:
         self.path, self.names, self.weight_versions = path, metadata.names, metadata.weight_versions
         self.info = TraceInfo(**metadata.model_dump(exclude={"names", "weight_versions"}))
         if self.info.top_k > self.info.num_experts:
@@ -184,8 +185,7 @@ class TraceFile:
         """Decode one sequence. Raises TraceError if its routes are damaged or not of the file's model."""
         i = self._position[which] if isinstance(which, str) else range(len(self))[which]
         label = f"{self.path}: {self.names[i]}"
-        data = self._routes[self._offsets[i] : self._offsets[i + 1]]
-        trace = decode(data.tobytes(), label=label)
+        trace = decode(self._routes[self._offsets[i] : self._offsets[i + 1]].tobytes(), label=label)
         start, stop = self._cu_seqlens[i], self._cu_seqlens[i + 1]
         _check_model(trace, self.info, int(stop - start), label)
         columns = {name: column[start:stop] for name, column in self._columns.items()}
@@ -223,7 +223,7 @@ def _number(names: Sequence[str], path: Path) -> dict[str, int]:
     return positions
 
 
-def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype: np.dtype) -> np.ndarray:
+def _read_column(path: Path, tensors: Tensors, name: str, dtype: np.dtype) -> np.ndarray:
     column, dims = tensors.get(name), 3 if name == "gate_weights" else 1
     if column is None or column.dtype != dtype or column.ndim != dims:
         description = "none" if column is None else f"{column.dtype} {list(column.shape)}"
@@ -231,10 +231,8 @@ def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype
     return column
 
 
-def _read_bounds(
-    path: Path, tensors: Mapping[str, np.ndarray], name: str, count: int, end: int | None = None
-) -> np.ndarray:
-    """Return [N+1] offsets that rise from 0 to ``end``; None takes their own last one."""
+def _read_bounds(path: Path, tensors: Tensors, name: str, count: int, end: int | None = None) -> np.ndarray:
+    """Return [N+1] offsets that rise from 0 to ``end``; default the last offset."""
     bounds = _read_column(path, tensors, name, np.dtype(np.int64))
     end = int(bounds[-1]) if end is None and len(bounds) else end or 0
     rising = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == end and bool((np.diff(bounds) >= 0).all())
@@ -243,7 +241,7 @@ def _read_bounds(
     return bounds
 
 
-def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+def dump_tensors(tensors: Tensors, metadata: Metadata) -> bytes:
     """Return the content of a file with tensors of any shape."""
     return save({name: np.ascontiguousarray(values) for name, values in tensors.items()}, dict(metadata))
 
@@ -253,14 +251,11 @@ def _describe_fault(path: Path, error: Exception) -> str:
         return reason_of(error)
     with path.open("rb") as file:
         begin = file.read(512)
-    return (
-        f"text, begins with {begin[:20]!r}" if begin and b"\0" not in begin else str(error) if begin else "it is empty"
-    )
+    is_text = begin and b"\0" not in begin
+    return f"text, begins with {begin[:20]!r}" if is_text else str(error) if begin else "it is empty"
 
 
-def load_tensors(
-    path: Path, check: Callable[[Mapping[str, str]], None] = lambda metadata: None
-) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
+def load_tensors(path: Path, check: Callable[[Metadata], None] = lambda _: None) -> tuple[Tensors, Metadata]:
     """Return arrays of the stored shapes, and metadata; ``check`` gets the metadata before a tensor is read.
 
     TraceError if the file is damaged.

@@ -75,8 +75,7 @@ def _join_routes(earlier: Rollout, later: Rollout, label: str) -> dict[str, Any]
         if old is None or new is None:
             raise TraceError(f"{label}: one turn has {name} here and the other has none: join them where both have")
         if old.shape[1:] != new.shape[1:]:
-            shapes = [*old.shape[1:]], [*new.shape[1:]]
-            raise TraceError(refusal("models_of_turns", label=label, name=name, shapes=shapes))
+            raise TraceError(refusal("models_of_turns", label=label, name=name, a=[*old.shape[1:]], b=[*new.shape[1:]]))
     # Rows that were dropped after a retraction stay missing: the later turn's are of yet another pass.
     kept_rows = np.flatnonzero(pairs["routed_mask"][0] | _mask_of(earlier, "reread_mask"))
 

@@ -124,11 +124,10 @@ class Follower:
     def __init__(self, name: str, run: SinkRun, last: str) -> None:
         """last: the newest record of the run when it starts."""
         self._folder, self._name, self._last = run.folder / "sinks", name, last
-        blank = {"sent": "", "trying": "", "failures": 0, "lost": 0}
-        before = blank | read_record(self._folder / f"{name}.state")
-        before["sent"] = before["trying"] or before["sent"]
-        self.state: dict[str, Any] = before | {"trying": "", "error": None, "since": None, "is_ready": False}
-        self._run = replace(run, id=before.get("id"))
+        state = {"sent": "", "trying": "", "failures": 0, "lost": 0} | read_record(self._folder / f"{name}.state")
+        state["sent"] = state["trying"] or state["sent"]
+        self.state: dict[str, Any] = state | {"trying": "", "error": None, "since": None, "is_ready": False}
+        self._run = replace(run, id=state.get("id"))
 
     def run(self) -> None:
         """Follow the run to its end."""

@@ -34,7 +34,7 @@ class SinkRun:
     - ``close(state, error)`` flushes. state: "finished", "stopped" or "failed"; error: of a failed run, else empty.
 
     A sink with ``rewinds = True`` forgets what came after step ``done`` when it begins, and gets those steps again;
-    another sink keeps what it has, and gets no step twice.
+    a sink without keeps its records, and gets no step twice.
     """
 
     name: str
@@ -80,7 +80,7 @@ def flatten(tables: Mapping[str, Mapping[str, Any]], environment: Mapping[str, s
     for dotted, value in ((f"{table}.{key}", v) for table, inner in tables.items() for key, v in inner.items()):
         if isinstance(value, str | list | dict):
             key = dotted.rpartition(".")[2]
-            text = _SECRET.sub(lambda found: f"{found[found.lastindex or 0]}***", json.dumps({key: value}, default=str))
+            text = _SECRET.sub(lambda match: f"{match[match.lastindex or 0]}***", json.dumps({key: value}, default=str))
             for secret in hidden:
                 text = text.replace(json.dumps(secret)[1:-1], "***")
             value = shown if isinstance(shown := json.loads(text)[key], str) else json.dumps(shown)
@@ -199,6 +199,5 @@ def tabulate(rows: Samples) -> list[list[Any]]:
 def _to_markdown(rows: Samples) -> str:
     """Return a table in Markdown; empty without rows."""
     table = [[re.sub(r"([|<>&*_`\\])", r"\\\1", str(v)).replace("\n", "↵") for v in row] for row in tabulate(rows)]
-    return (
-        "\n".join(f"| {' | '.join(row)} |" for row in (table[0], ["---"] * len(table[0]), *table[1:])) if rows else ""
-    )
+    lines = [f"| {' | '.join(row)} |" for row in (table[0], ["---"] * len(table[0]), *table[1:])]
+    return "\n".join(lines) if rows else ""

@@ -155,10 +155,8 @@ def _find_host(nodes: Sequence[int]) -> str:
     """Return the address of this rank's node as seen from other nodes; a collective call."""
     address = own_address(f"tcp://{url_host(os.environ['MASTER_ADDR'])}")
     addresses = distributed.gather_objects(address)
-    if dist.get_rank() != nodes[0]:
-        return address
     # On the master node, the master's name may resolve to the loopback address: ask for the way to another node.
-    return own_address(f"tcp://{url_host(addresses[nodes[1]])}")
+    return address if dist.get_rank() != nodes[0] else own_address(f"tcp://{url_host(addresses[nodes[1]])}")
 
 
 def _make_fleet(

@@ -53,8 +53,7 @@ def train(config: Config) -> None:
     with ExitStack() as stack:
         # Under a launcher, a killed trainer may hold the lock for a moment.
         wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
-        tell = shown.StepProgress(enabled=distributed.is_main_rank()).line
-        lock = RunLock(folder / "lock", tell, wait_s=wait_s)
+        lock = RunLock(folder / "lock", shown.StepProgress(enabled=distributed.is_main_rank()).line, wait_s=wait_s)
 
         def lock_and_claim() -> None:
             stack.enter_context(lock)
@@ -64,11 +63,7 @@ def train(config: Config) -> None:
         vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)
         stop = stack.enter_context(StopRequest())
         vitals.lock, vitals.ask = lock, stop.ask
-        with (
-            vitals,
-            record_ending(vitals, folder, rank, ranks),
-            MetricsLog(folder, enabled=rank == 0) as log,
-        ):
+        with vitals, record_ending(vitals, folder, rank, ranks), MetricsLog(folder, enabled=rank == 0) as log:
             Trainer(config, log, vitals, stop).run()
     distributed.shutdown()
 
@@ -113,8 +108,7 @@ class Trainer:
                 settings = self.config.megatron
                 for step in range(first, self.config.run.steps):
                     # Megatron rejects a few settings on first use: in the first step.
-                    is_first = settings and step == first
-                    with as_config_error("train", settings) if is_first else nullcontext():
+                    with as_config_error("train", settings) if settings and step == first else nullcontext():
                         self._step(step)
                     self.checkpoints.poll()
                     self.checkpoints.end_if_asked(step + 1)
@@ -204,8 +198,7 @@ class Trainer:
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on all benchmarks after ``done`` steps."""
-        num_prompts = sum(len(benchmark.prompts) for benchmark in self.sampler.benchmarks.values())
-        total = num_prompts * self.config.eval.samples
+        total = sum(len(benchmark.prompts) for benchmark in self.sampler.benchmarks.values()) * self.config.eval.samples
         with self.checkpoints.save_on_failure(done):
             self.sampler.settle()
             self.checkpoints.raise_if_asked()

@@ -126,7 +126,7 @@ def replaced_experts(policy: Policy, mini: MiniBatch, recording: Recording | Non
 
 def router_drift(policy: Policy, mini: MiniBatch, has_moved: bool) -> list[torch.Tensor]:
     """Return ``mean |ln r_theta - ln r_old|`` over all layers and the experts of the first pass, fp32 [T] by
-    micro-batch: for each token, of the position that predicts it. A collective call, with a forward pass if the weights
+    micro-batch: for each token, of the predicting position. A collective call, with a forward pass if the weights
     have moved; else 0.
     """
     device, micros = torch.cuda.current_device(), mini.micro_batches
@@ -175,8 +175,7 @@ def compare_engines(policy: Policy, mini: MiniBatch, output: PassOutput, plan: S
         columns = (batch.rollout_logprobs, batch.loss_mask, batch.cu_seqlens)
         rollout_logprobs, loss_mask, cu_seqlens = (to_device(column, device) for column in columns)
         compared_columns = of_micro.logprobs, rollout_logprobs, loss_mask, cu_seqlens
-        entropy = {"rollout/entropy": Stat.mean(of_micro.entropies, loss_mask)}
-        metrics += [mismatch_metrics(*compared_columns), entropy]
+        metrics += [mismatch_metrics(*compared_columns), {"rollout/entropy": Stat.mean(of_micro.entropies, loss_mask)}]
         counts.append(count_k3(*compared_columns))
     if counts:
         order = [sequence for micro in mini.micro_batches for sequence in micro.sequences]
@@ -184,8 +183,7 @@ def compare_engines(policy: Policy, mini: MiniBatch, output: PassOutput, plan: S
     native_routes, flips = _compare_routes(policy, mini, output.recording, plan, gaps)
     own_routes, scores = (None, []) if (record := output.recording) is None else (record.routes, record.scores)
     routes = own_routes if policy.config.train.replay == "r2" else mini.routes
-    statistics = merge([*metrics, *flips])
-    return FirstPass(output.logprobs, routes, native_routes, gaps, output.mistake, statistics, scores)
+    return FirstPass(output.logprobs, routes, native_routes, gaps, output.mistake, merge([*metrics, *flips]), scores)
 
 
 def _compare_routes(
@@ -195,8 +193,7 @@ def _compare_routes(
     if policy.replay is None or recording is None or mini.engine_routes is None:
         return None, []
     layers, topk, replays = policy.replay.layers, policy.shape.topk, mini.routes is not None
-    shared_by_use = (recording.shared, recording.native_shared)[: 1 + replays]
-    counts = gather_shared(shared_by_use, mini.micro_batches, layers)
+    counts = gather_shared((recording.shared, recording.native_shared)[: 1 + replays], mini.micro_batches, layers)
     for micro, of_micro in zip(mini.micro_batches, counts, strict=True):
         gaps[list(micro.sequences), Column.FLIPS :] = count_flips(of_micro[..., -1], topk, micro.batch)
     all_counts = np.concatenate(counts)

@@ -60,8 +60,7 @@ class SampleRecords:
             place = dist.get_rank(), rollouts.places
             self._feed.samples = complete(rollouts.excerpts, done, *place, rollouts.trained, gaps, reasons)
             packed = samples.pack(self._feed.samples)
-            is_on_all_ranks = self._count == "all" or rollouts.unjudged
-            members = distributed.gather_on_main_rank(packed) if is_on_all_ranks else [packed]
+            members = distributed.gather_on_main_rank(packed) if self._count == "all" or rollouts.unjudged else [packed]
             if self._is_main and members:
                 samples.append(self._folder, b"".join(members))
         versions = [micro.batch.weight_versions for mini in minis for micro in mini.micro_batches]
@@ -104,8 +103,7 @@ class TraceDump:
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = torch.distributed.get_rank()
         for engine, sequences in (("rollout", sampled), ("training", trained)):
-            file = self.folder / f"step_{step:07d}.{engine}.rank{rank:04d}.safetensors"
-            write_traces(file, self.info, sequences)
+            write_traces(self.folder / f"step_{step:07d}.{engine}.rank{rank:04d}.safetensors", self.info, sequences)
 
     def _gather_routes(self, mini: MiniBatch, rollouts: Sequence[Rollout], indices: list[int]) -> dict[int, np.ndarray]:
         """Return the routes [T, L, K] of sequences, collected from the ranks of their routers."""

@@ -45,8 +45,7 @@ def sft(config: Config) -> None:
     inputs = distributed.from_main_rank(lambda: fingerprint_model(config) | {"sft.data": fingerprint_data(table.data)})
     demonstrations = read_demonstrations(config)
     order = PromptOrder(len(demonstrations), config.run.seed)
-    schedule = Schedule(table, max(table.steps, table.warmup_steps + 1))
-    policy = Policy(config, schedule)
+    policy = Policy(config, Schedule(table, max(table.steps, table.warmup_steps + 1)))
     progress = StepProgress(enabled=distributed.is_main_rank())
     progress.line(
         f"cold start of {config.model.path}: {table.steps} steps of {table.batch_size} demonstrations from "

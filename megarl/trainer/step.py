@@ -263,7 +263,7 @@ def _unexplained(mini: MiniBatch, dropped: np.ndarray, judged: np.ndarray) -> Ag
 def _gather(firsts: Sequence[FirstPass]) -> tuple[int, np.ndarray]:
     """Return the first row of this model copy, and the gaps of all copies, float64 [S, COLUMNS]; a collective call."""
     gaps_here = np.concatenate([first.gaps for first in firsts])
-    # One rank of a copy speaks for the whole copy, so that its ranks agree to the last bit.
+    # One rank of a copy speaks for the whole copy, for agreement to the last bit.
     gaps = torch.from_numpy(gaps_here if distributed.holds_outputs() else np.zeros_like(gaps_here))
     gaps = distributed.all_sum(gaps.to(torch.cuda.current_device()), distributed.model_group())
     copies = distributed.all_gather(gaps, parallel_state.get_data_parallel_group())

@@ -95,7 +95,6 @@ def _judge(scores: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.nd
     ends = np.minimum.reduceat(np.where(sums == peaks[:, ids], places, len(places)), starts, 1)
     best = peaks.argmax(0), np.arange(len(starts))
     last = ends[best]
-    foreign = scores[0] > math.log1p(SHARES[0] * (FOREIGN - 1.0))
-    counts = np.add.reduceat(foreign, starts, dtype=np.int64)
+    counts = np.add.reduceat(scores[0] > math.log1p(SHARES[0] * (FOREIGN - 1.0)), starts, dtype=np.int64)
     evidence = np.maximum(peaks[best] - np.log(len(scores) * lengths), 0.0)
     return np.stack([evidence, begins[best[0], last], last, counts], 1)

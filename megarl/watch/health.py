@@ -111,7 +111,7 @@ class Check:
 
     name: str
     metrics: tuple[str, ...]
-    """What it reads, the judged metric first; a step without these metrics is not judged."""
+    """Its inputs, the judged metric first; a step without these metrics is not judged."""
     subject: str
     """The subject of a verdict."""
     cause: str
@@ -240,8 +240,7 @@ class _Judge:
         self.level = 0
         self._check, self._limits = check, getattr(limits, check.name)
         self._start_steps = limits.start_steps
-        at_once = check.against in ("streak", "spikes")
-        self._rise = 1 if at_once else limits.patience_steps
+        self._rise = 1 if check.against in ("streak", "spikes") else limits.patience_steps
         self._fall = {"streak": 1, "spikes": _SPIKE_STEPS}.get(check.against, limits.patience_steps)
         self._levels: deque[int] = deque(maxlen=max(self._rise, self._fall, _FEWEST_PROMPTS))
         self._reference: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -312,8 +311,7 @@ class _Judge:
         return mean / self._best if mean < self._best - _NOISE * noise else 1.0
 
     def _grade(self, score: float) -> int:
-        falls = self._check.name in FALLING
-        return sum(score <= limit if falls else score >= limit for limit in self._limits)
+        return sum(score <= limit if self._check.name in FALLING else score >= limit for limit in self._limits)
 
     def _describe(self, value: float, score: float) -> str:
         check, down = self._check, " down" * (self._check.name in FALLING)

@@ -102,8 +102,7 @@ def for_reference(path: str, reference: Mapping[str, Any] | None, policy: Mappin
     """Yield rules on the model of model.reference. reference: its shape by field, None without a config.json."""
     yield row("no_reference", reference is None, path=path)
     for name, value in (reference or {}).items():
-        facts = {"path": path, "field": name, "value": value, "expected": policy[name]}
-        yield row("other_reference", value != policy[name], **facts)
+        yield row("other_reference", value != policy[name], path=path, field=name, value=value, expected=policy[name])
 
 
 def for_cache(weights: int, tokens: int, sequences: int, longest: int) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from megarl.core.choices.credit import Credit
 
 
 class Tables(Table):
-    """A configuration whose tables are each valid, but may contradict each other."""
+    """Valid tables of a configuration, perhaps in contradiction."""
 
     run: RunConfig
     model: ModelConfig
@@ -84,13 +84,12 @@ class Tables(Table):
 
     @property
     def credit_record(self) -> Credit:
-        """[credit] with its defaults resolved; ConfigError for parts that contradict each other."""
+        """[credit] with its defaults resolved; ConfigError for contradicting parts."""
         table = self.credit
         estimated = self.sampling.rule == "ada_est" and self.sampling.uses_credit
         scale, rate_eps = ("root_rate", self.estimate.eps) if estimated else ("none", 0.0)
         rate_eps = rate_eps if table.rate_eps is None else table.rate_eps
-        fields = table.model_dump(exclude={"scale", "rate_eps"})
-        return Credit(**fields, scale=table.scale or scale, rate_eps=rate_eps)
+        return Credit(**table.model_dump(exclude={"scale", "rate_eps"}), scale=table.scale or scale, rate_eps=rate_eps)
 
     @property
     def benchmarks(self) -> tuple[str, ...]:
@@ -110,9 +109,7 @@ class Tables(Table):
             return "tensor"
         if self.sglang.sync in ("auto", "tensor") and not (self.sglang.urls or self.sglang.gpus or self.launch.apart):
             return "ipc"
-        if self.sglang.sync != "auto":
-            return self.sglang.sync
-        return "ipc" if self.servers_share_gpus else "distributed"
+        return self.sglang.sync if self.sglang.sync != "auto" else "ipc" if self.servers_share_gpus else "distributed"
 
     @property
     def servers_share_gpus(self) -> bool:

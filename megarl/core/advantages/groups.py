@@ -156,8 +156,7 @@ def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
     finite = torch.isfinite(rewards)
     if not bool(finite.all()):
         first = int((~finite).nonzero()[0])
-        facts = {"response": first, "group": groups[first].item(), "reward": rewards[first].item()}
-        raise NumericsError(refusal("infinite_reward", **facts))
+        raise NumericsError(refusal("infinite_reward", response=first, group=groups[first], reward=rewards[first]))
     _, inverse = torch.unique(groups.to(rewards.device), return_inverse=True)
     return rewards, inverse
 

@@ -128,8 +128,7 @@ def step_advantages(
     """
     counts = [len(steps_of) for steps_of in steps]
     rewards = np.array([reward for steps_of in steps for _, reward in steps_of], dtype=np.float64)
-    groups_of_steps = np.repeat(np.asarray(groups), counts)
-    values = grpo(rewards, groups_of_steps, objective.std_ddof, objective.std_eps).numpy()
+    values = grpo(rewards, np.repeat(np.asarray(groups), counts), objective.std_ddof, objective.std_eps).numpy()
     results: list[np.ndarray] = []
     for steps_of, z, length in zip(steps, np.split(values, np.cumsum(counts)[:-1]), lengths, strict=True):
         ends = np.array([end for end, _ in steps_of], dtype=np.int64)

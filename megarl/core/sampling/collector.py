@@ -285,8 +285,7 @@ class PoolRows:
     @classmethod
     def of(cls, pools: Sequence[Pool]) -> Self:
         samples = ((index, *item) for index, pool in enumerate(pools) for item in sorted(pool.rewards.items()))
-        rows = [row for row in samples if row[-1] is not None]
-        pool, sample, value = np.array(rows, np.float64).reshape(-1, 3).T
+        pool, sample, value = np.array([row for row in samples if row[-1] is not None], np.float64).reshape(-1, 3).T
         bounds = np.searchsorted(pool, np.arange(len(pools) + 1))
         return cls(pool.astype(np.int64), sample.astype(np.int64), value, bounds)
 

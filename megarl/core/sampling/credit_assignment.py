@@ -44,6 +44,4 @@ def weigh(credit: Credit, selection: Selection, trains: np.ndarray | None = None
 def _slope(pool: Pool, threshold: float, objective: str) -> float:
     positives, negatives = pool.classes(threshold)
     drawn = positives + negatives
-    if not drawn:
-        return 1.0
-    return float(objective_slope(clamp_rates([positives / drawn], drawn), objective)[0])
+    return 1.0 if not drawn else float(objective_slope(clamp_rates([positives / drawn], drawn), objective)[0])

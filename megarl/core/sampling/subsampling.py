@@ -38,8 +38,7 @@ def subsample(
     if rule == "any":
         return np.sort(order[:take])
     num_positive = positives_to_keep(int(positive.sum()), int((~positive).sum()), n, rule)
-    classes = [order[positive][:num_positive], order[~positive][: take - num_positive]]
-    return np.sort(np.concatenate(classes))
+    return np.sort(np.concatenate([order[positive][:num_positive], order[~positive][: take - num_positive]]))
 
 
 def positives_to_keep(positives: int, negatives: int, n: int, rule: Keep) -> int:

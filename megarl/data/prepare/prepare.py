@@ -15,7 +15,9 @@ from megarl.data.records import Record, get_field, read_records, type_name, writ
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError, refusal
 from megarl.files.outputs import require_own_files
+from megarl.files.texts import read_table
 
+_LEFT_OUT: dict[str, str] = read_table(__file__)["left_out"]
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 _COUNTED = ("read", "train", "heldout", "no prompt", "no answer", "duplicates", "other answers", "too long")
 
@@ -31,7 +33,7 @@ def prepare(data: Data) -> Counter[str]:
     version and order of the data set, with every template.
 
     DataError with file and line for a missing field or a wrong type, and if a file would be empty. ConfigError for
-    options that contradict each other, and for files that exist, unless ``overwrite`` is set and an earlier call wrote
+    contradicting options, and for existing files, unless ``overwrite`` is set and an earlier call wrote
     the files.
     """
     if data.template is not None and "{prompt}" not in data.template:
@@ -75,13 +77,8 @@ def prepare(data: Data) -> Counter[str]:
 
 def describe_left_out(counts: Counter[str]) -> str:
     """Return the counts of records that were left out, in words."""
-    names = {
-        "no prompt": "without a prompt",
-        "no answer": "without an answer",
-        "duplicates": f"duplicates ({counts['other answers']} with another answer)",
-        "too long": "too long",
-    }
-    return ", ".join(f"{counts[key]} {words}" for key, words in names.items() if counts[key]) or "nothing left out"
+    texts = [text.format(counts[key], counts["other answers"]) for key, text in _LEFT_OUT.items() if counts[key]]
+    return ", ".join(texts) or "nothing left out"
 
 
 def _make_reader(data: Data) -> PromptReader | None:
@@ -94,10 +91,12 @@ def _make_reader(data: Data) -> PromptReader | None:
     return PromptReader(tokenizer, DataConfig(train=str(data.out / TRAIN), prompt_field=data.prompt_field))
 
 
-def _read(
-    data: Data, reader: PromptReader | None, counts: Counter[str], place: str, record: Record
-) -> tuple[Text | None, bytes, Record] | None:
-    """Return (text to measure, digest, prompt and answer to write) of a record; None, and counted, if left out."""
+_Row = tuple[Text | None, bytes, Record]
+"""Text to measure, digest, prompt and answer to write."""
+
+
+def _read(data: Data, reader: PromptReader | None, counts: Counter[str], place: str, record: Record) -> _Row | None:
+    """Return the row of a record; None, and counted, if left out."""
     counts["read"] += 1
     raw = get_field(record, data.prompt_field, place)
     answer = get_field(record, data.answer_field, place)

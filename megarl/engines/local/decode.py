@@ -225,8 +225,7 @@ def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) ->
     wide = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = torch.log_softmax(wide if temperature == 1.0 else wide / temperature, dim=-1)
     if math.isnan(logprobs[:, 0].sum()):  # the sum of a bad row is NaN, and so are its log-probabilities
-        bad = int(logprobs[:, 0].isnan().sum())
-        raise NumericsError(refusal("logits_not_finite", bad=bad, num=len(logits)))
+        raise NumericsError(refusal("logits_not_finite", bad=int(logprobs[:, 0].isnan().sum()), num=len(logits)))
     if top_p < 1.0:
         ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
         mass = ordered.double().exp()

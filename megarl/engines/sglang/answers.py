@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.engines.protocol import SamplingParams, limit_response, prompt_alone, too_many_kept
-from megarl.errors import DataError, RolloutError, refusal
+from megarl.errors import DataError, RolloutError, refusal, reworded
 from megarl.files.foreign_json import check_types
 from megarl.files.hf_config import MoeShape
 from megarl.routes.answers import decode_keys, longest_text, routes_from_sglang
@@ -104,12 +104,10 @@ def parse_answer(
     without a stop, not SGLang's, or made with other weights; TraceError for wrong routes.
     """
     label = request.label
-    try:
+    with reworded(DataError, RolloutError):
         parsed = check_types(_ANSWER, answer, f"{label}: the server's answer")
         values = [entry[0] for entry in parsed.meta_info.output_token_logprobs or ()]
         logprobs = check_types(_LOGPROBS, values, f"{label}: output_token_logprobs of the server's answer")
-    except DataError as error:
-        raise RolloutError(str(error)) from error
     meta, aborted = parsed.meta_info, stopped and parsed.meta_info.finish_reason.type == "abort"
     if aborted and not parsed.output_ids:
         return prompt_alone(request, version)

@@ -337,8 +337,7 @@ class _RequestSession(Session):
                 job.answer.set_exception(RequestError(f"{last}; {failure.remedy}"))
             return
         await asyncio.sleep(max(failure.wait_s, min(BACKOFF_S * 2 ** (tries - 1), MAX_WAIT_S / 2)))
-        next_index = (self._servers.index(server) + 1) % len(self._servers)
-        self._servers[next_index].queue.append(job)
+        self._servers[(self._servers.index(server) + 1) % len(self._servers)].queue.append(job)
 
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""

@@ -85,8 +85,7 @@ class SGLangEngine(Engine):
         try:
             body = partial(self._make_body, params=params)
             most_bytes = partial(longest_answer, shape=shape, params=params, bounds=self._bounds)
-            call = Call(body, decode, on_finish, str(version), most_bytes, self._reread == "ask")
-            self._client.converse(begin, call)
+            self._client.converse(begin, Call(body, decode, on_finish, str(version), most_bytes, self._reread == "ask"))
         finally:
             self._sampling = False
 

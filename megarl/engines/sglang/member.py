@@ -1,4 +1,4 @@
-"""One server of a fleet: its process, its weights, and the thread that looks after both.
+"""One server of a fleet: process, weights, and a thread for both.
 
 The thread of a server is its keeper, so that several servers come back in parallel. A dead server is restarted on its
 old port; a server at a URL is awaited. Then the server gets the weights of the last complete update. A fresh server

@@ -66,8 +66,7 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
     The API key is in ``config_file`` (see ``write_config``): every user of the host could read it among the arguments.
     """
     args = [str(spec.python), "-m", "sglang.launch_server"]
-    if config_file is not None:
-        args += ["--config", str(config_file)]
+    args += ["--config", str(config_file)] if config_file is not None else []
     args += ["--model-path", str(spec.model_path), "--host", spec.host, "--port", str(spec.port)]
     args += ["--dtype", spec.dtype, "--tp-size", str(spec.tp)]
     args += ["--enable-return-routed-experts"] if spec.routes else []
@@ -79,10 +78,8 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
         args += ["--grammar-backend", "none"]
         args += ["--sleep-on-idle"]  # else an idle scheduler keeps a core busy
     mem_fraction = 0.1 if spec.mem_fraction is None and spec.gpus is None else spec.mem_fraction
-    if mem_fraction is not None:
-        args += ["--mem-fraction-static", str(mem_fraction)]
-    if spec.max_total_tokens is not None:
-        args += ["--max-total-tokens", str(spec.max_total_tokens)]
+    args += ["--mem-fraction-static", str(mem_fraction)] if mem_fraction is not None else []
+    args += ["--max-total-tokens", str(spec.max_total_tokens)] if spec.max_total_tokens is not None else []
     return [*args, *spec.extra_args]
 
 
@@ -92,8 +89,8 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
     env |= compile_caches(env)
-    if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts against the two together
-        env = without_expandable_segments(env)
+    # SGLang asserts against the two together.
+    env = without_expandable_segments(env) if "enable_memory_saver" in parse_arguments(spec.extra_args) else env
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
     if "enable_return_indexer_topk" in parse_arguments(spec.extra_args):
         env["SGLANG_DSA_FUSE_TOPK"] = "0"  # else keys are slots of the cache

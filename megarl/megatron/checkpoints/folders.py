@@ -99,7 +99,7 @@ def _remove_partial(folder: Path) -> None:
 
 
 def set_aside(damaged: Iterable[Path]) -> None:
-    """Rename damaged checkpoints to *.damaged, so that no command loads them."""
+    """Rename damaged checkpoints to *.damaged; no command loads such folders."""
     for path in damaged:
         path.rename(free_name(path.with_name(f"{path.name}.damaged")))
 

@@ -181,5 +181,4 @@ def gather_slots(share: Tensor, micro: MicroBatch) -> Tensor:
         share = all_gather(share, parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
     if micro.packing.from_ranks is None:
         return share
-    group = parallel_state.get_context_parallel_group()
-    return all_gather(share, group).flatten(0, 1)[micro.packing.from_ranks]
+    return all_gather(share, parallel_state.get_context_parallel_group()).flatten(0, 1)[micro.packing.from_ranks]

@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Literal
@@ -87,17 +87,14 @@ def _check_data(config: Config) -> Iterator[Finding]:
     if data.heldout is not None:
         yield _check_source("data.heldout", data.heldout, data.resolved_heldout_split, fields)
     if sft is not None:
-        fields = (sft.prompt_field, sft.response_field)
-        yield _check_source("sft.data", sft.data, None, fields, sft.messages_field)
+        yield _check_source("sft.data", sft.data, None, (sft.prompt_field, sft.response_field), sft.messages_field)
     for name, source in config.eval.sets.items():
         if source.endswith(FILES):
             yield _check_source(f"eval.sets.{name}", source, None, ())
 
 
-def _check_source(
-    key: str, source: str, split: str | None, fields: tuple[str, ...], instead: str | None = None
-) -> Finding:
-    """Read the first record of a file, and look for the fields, or for ``instead`` where the first is absent."""
+def _check_source(key: str, source: str, split: str | None, fields: Sequence[str], chat: str | None = None) -> Finding:
+    """Read the first record of a file, and look for the fields, or for ``chat`` where the first is absent."""
     path = Path(source)
     if path.is_dir():
         return find("data_folder", key=key, source=source)
@@ -105,7 +102,7 @@ def _check_source(
         return find("data_of_hub", key=key, source=source)
     try:
         place, record = next(read_records(source, split=split, limit=1))
-        fields = (instead,) if instead in record and fields[0] not in record else fields
+        fields = (chat,) if chat in record and fields[0] not in record else fields
         for field in fields:
             get_field(record, field, place)
     except ImportError as error:

@@ -24,6 +24,8 @@ from megarl.ops.doctor.inputs import check_gpus
 from megarl.ops.doctor.report import Finding, find
 from megarl.ops.patching.patch import PatchError, find_installed
 
+Names = Collection[str]
+"""Of findings."""
 _PACKAGES: dict[str, list[str]] = read_table(__file__)
 _TRAIN = _PACKAGES["train"]
 """What the extra ``train`` installs, beside Megatron-Core."""
@@ -42,9 +44,7 @@ def _version(distribution: str) -> str | None:
         return "unknown" if importlib.util.find_spec(distribution.replace("-", "_")) else None
 
 
-def check_machine(
-    config: Config | None, releases: dict[str, str | None], failed: Collection[str] = ()
-) -> list[Finding]:
+def check_machine(config: Config | None, releases: dict[str, str | None], failed: Names = ()) -> list[Finding]:
     """Check the machine. ``failed``: inputs that need not be tried."""
     missing = {name for name in _TRAIN if releases[name] is None}
     checks = [Finding("Python", "ok", platform.python_version())]
@@ -127,9 +127,7 @@ Attempt = Callable[[], object]
 """Raises the problem; a returned dictionary holds facts, and a text for a finding "ok" or "warning"."""
 
 
-def run_trial(
-    config: Config | None, absent: set[str], failed: Collection[str] = ()
-) -> tuple[list[Finding], dict[str, Any]]:
+def run_trial(config: Config | None, absent: set[str], failed: Names = ()) -> tuple[list[Finding], dict[str, Any]]:
     """Return (checks, facts about torch and the devices).
 
     Missing modules in ``absent`` are not reported again; inputs with a ``failed`` check are not tried.
@@ -153,7 +151,7 @@ def run_trial(
     return checks, facts
 
 
-def attempts(config: Config | None, failed: Collection[str]) -> Iterator[tuple[str, Attempt]]:
+def attempts(config: Config | None, failed: Names) -> Iterator[tuple[str, Attempt]]:
     """Yield (name, attempt) for the imports and the trainer's work before the first step, without work on inputs in
     ``failed``."""
     yield "torch", _torch
@@ -225,14 +223,14 @@ def _attend() -> dict[str, Any]:
 
 
 def _cudnn_copies() -> str:
-    """Name the folders whose cuDNN this process has loaded: with two, each loads parts of the other."""
+    """Name the folders whose cuDNN this process has loaded: two mix their parts."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     folders = sorted({str(Path(line.split(maxsplit=5)[5]).parent) for line in lines if "libcudnn" in line})
     advice = "; expected one: unset LD_LIBRARY_PATH, or remove the system's cuDNN from it" if len(folders) > 1 else ""
     return f"cuDNN of {', '.join(folders) or 'no folder'}{advice}"
 
 
-def _read_inputs(config: Config, failed: Collection[str]) -> dict[str, Any]:
+def _read_inputs(config: Config, failed: Names) -> dict[str, Any]:
     """Read the inputs present on this machine, and judge the first prompt's answer as a response."""
     from megarl.data.tokenizer import load_model_tokenizer
     from megarl.trainer.sampling.evaluation import read_inputs

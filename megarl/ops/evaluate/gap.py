@@ -69,8 +69,7 @@ def find_weights(
         if file is None:
             file, places = config_file.find_saved(checkpoint, "give --config FILE")
             overrides = {**places, **overrides}
-    if prompts is not None:
-        overrides = {**overrides, "data.train": prompts}
+    overrides = {**overrides, **({} if prompts is None else {"data.train": prompts})}
     if file is not None:
         config = config_file.load(file, overrides, trust=trust)
     elif prompts is None:
@@ -104,8 +103,7 @@ def _alone(config: Config, tokens: int) -> Config:
     rollout = {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": longest}
     room = max(config.train.micro_batch_tokens, (config.data.max_prompt_tokens or 0) + longest)
     train: dict[str, Any] = {"mini_batches": 1, "micro_batch_tokens": room}
-    if can_compare(config, read_shape(config.model.path)):
-        train["replay"] = "r3"
+    train |= {"replay": "r3"} if can_compare(config, read_shape(config.model.path)) else {}
     one_rank = config.model_copy(update={"parallel": ParallelConfig()})
     return with_keys(one_rank, run={"dir": str(config.run_dir / "gap")}, rollout=rollout, train=train)
 
@@ -129,8 +127,7 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
     training, settings = config.model.dtype, config.rollout.model_dump()
     same = (name for name, precision in PRECISIONS.items() if precision.items() <= settings.items())
     configured = next(same, config.rollout.dtype + ("+fp8" if config.rollout.fp8_rounding else ""))
-    if config.sglang.fp8 and config.rollout.engine == "sglang":
-        configured = "sglang fp8"
+    configured = "sglang fp8" if config.sglang.fp8 and config.rollout.engine == "sglang" else configured
     pairs = [(configured, training, True)]
     if config.rollout.engine_kind.fp8_arithmetic:
         shape = read_shape(config.model.path)

@@ -1,6 +1,6 @@
 """The process of a trainer node, ``python -m megarl.ops.launch.node LAUNCH_JSON [NODE]``, which runs torchrun.
 
-The number of the node defaults to SLURM_NODEID. Everything else is in launch.json, which holds no secrets.
+The number of the node defaults to SLURM_NODEID. The rest is in launch.json, without secrets.
 """
 
 import json

@@ -117,14 +117,13 @@ class ServerSteps:
 
         After the last restart, the trainer decides whether to continue without the server.
         """
-        restarted = False
-        for index, step in enumerate(self._steps):
-            if step.code is not None and self.restarts[index] < self._config.sglang.max_restarts:
-                self.restarts[index] += 1
-                self._tell(f"{step.name} ended with exit code {step.code}; starting it again")
-                self._steps[index] = self._start_step(index)
-                restarted = True
-        return restarted
+        ended = [(index, step) for index, step in enumerate(self._steps) if step.code is not None]
+        ended = [pair for pair in ended if self.restarts[pair[0]] < self._config.sglang.max_restarts]
+        for index, step in ended:
+            self.restarts[index] += 1
+            self._tell(f"{step.name} ended with exit code {step.code}; starting it again")
+            self._steps[index] = self._start_step(index)
+        return bool(ended)
 
     def find_failed(self) -> list[str]:
         """Return a line for each step whose end came before the first answer; ConfigError for bad input."""
@@ -250,8 +249,7 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
     for name, address in addresses.items():
         if ipaddress.ip_address(address).is_loopback and remote:
             # A node often resolves its own name to loopback: take the source address of packets to the remote nodes.
-            family = socket.AF_INET6 if ":" in remote[0] else socket.AF_INET
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            with socket.socket(socket.AF_INET6 if ":" in remote[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((remote[0], 9))  # sends nothing
                 addresses[name] = str(probe.getsockname()[0])
     return addresses

@@ -4,7 +4,7 @@
 
 The trainer's status file, not the exit code of torchrun or srun, says how the trainer ended. A new trainer continues
 from the newest checkpoint and repeats the steps since. ``megarl eval`` and ``megarl sft`` under the launcher write no
-status, and begin anew: exit code 0 says that they are done, and a request to stop ends them at once.
+status, and begin anew: exit code 0 means done, and a request to stop ends the ranks at once.
 """
 
 import json
@@ -50,10 +50,8 @@ class Supervisor:
         self.name, self._trains = _NAMES[stage], stage == "train"
         self.folder = config.run_dir.absolute() / ("" if self._trains else stage)  # beside the files of a trainer
         self._stop_signal: signal.Signals | None = None
-        self._stop_asked_at = 0.0
-        self._attempt = 0
+        self._attempt, self._stop_asked_at, self._beaten = 0, 0.0, 0.0
         self._lock = RunLock(self.folder / "launch.lock", self._tell)
-        self._beaten = 0.0
 
     def run(self) -> int:
         """Start everything and wait for the end of the run: 0 finished, 1 given up, 2 bad input, 75 stopped."""
@@ -136,8 +134,7 @@ class Supervisor:
         key, of_trainer = [], []
         if self.topology.servers:
             of_trainer = ["--sglang.urls", json.dumps(self.topology.urls), "--sglang.gpus", "[]"]
-            if self.config.sglang.api_key_env is None:
-                key = ["--sglang.api_key_env", KEY_VARIABLE]
+            key = ["--sglang.api_key_env", KEY_VARIABLE] if self.config.sglang.api_key_env is None else []
         if self._attempt:
             says += f", {self._attempt} starts of the {self.name}, {sum(self._servers.restarts)} restarts of servers"
         launch = {
@@ -184,7 +181,10 @@ class Supervisor:
         self._write_for_ranks()
         if self._stop_signal is not None:
             return STOPPED
-        step = Step(self.name, self._trainer_words())
+        het_group = 0 if self.topology.het else None
+        prefix = [] if self.topology.job is None else srun(self.topology.trainers, het_group=het_group)
+        words = [*prefix, PYTHON, "-m", "megarl.ops.launch.node", str(self.launch_file)]
+        step = Step(self.name, words if prefix else [*words, "0"])
         try:
             while step.code is None:
                 self._wait()
@@ -207,12 +207,6 @@ class Supervisor:
         if time.monotonic() > self._stop_asked_at + grace_s:
             self._tell(f"the trainer has not stopped within {grace_s:.0f} s: killed")
             step.stop(grace_s=1.0)
-
-    def _trainer_words(self) -> list[str]:
-        words = [PYTHON, "-m", "megarl.ops.launch.node", str(self.launch_file)]
-        if self.topology.job is None:
-            return [*words, "0"]
-        return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
 
     def _wait_for_servers(self, *, first: bool) -> bool:
         """Wait until each server answers or has failed; return False after a request to stop.

@@ -221,8 +221,7 @@ def run(command: str, target: Path | None, version: str | None, as_json: bool = 
     with reworded(OSError, PatchError, "cannot read ", "; nothing was changed", names):
         root = (target or find_installed()).resolve()
         core = read_version(root)
-        choice = choose(root, core, version)
-        release, states = choice or (None, [])
+        release, states = choose(root, core, version) or (None, [])
         unfit = _unfit(states)
         if command in ("check", "apply") and not unfit and not has_hook(root, states):
             raise PatchError(refusal("patch_without_hook", release=release, core=core, root=root))
@@ -231,10 +230,8 @@ def run(command: str, target: Path | None, version: str | None, as_json: bool = 
             # moe_utils.py first: a patched router would pass the hook to a function without the argument.
             replace_files(root, changes if command == "apply" else changes[::-1])
         words = ["not changed" if unfit and s in changes else WORDS[command][s.state] for s in states]
-        files = [
-            {"name": state.name, "state": state.state, "result": word, "notes": state.notes}
-            for state, word in zip(states, words, strict=True)
-        ]
+        pairs = zip(states, words, strict=True)
+        files = [{"name": s.name, "state": s.state, "result": word, "notes": s.notes} for s, word in pairs]
         lines = ["\n    ".join([f"  {file['name']}: {file['result']}", *file["notes"]]) for file in files]
         patch = f"{release}.patch" if release else "has the hook and needs no patch"
         facts = {"version": core, "target": root, "patch": release, "files": files}

@@ -20,8 +20,8 @@ class EngineMemory:
     weights: int
     cache: int  # keys and values
     cache_per_token: int
-    tokens: int  # that the cache of one server holds
-    sequences: int  # of maximum length, that the cache of one server holds at once
+    tokens: int  # in the cache of a server
+    sequences: int  # of maximum length, in the cache of a server at once
 
     @property
     def total(self) -> int:
@@ -93,5 +93,4 @@ def _shares(rule: Rule, name: str, shape: ModelShape, tp: int) -> int:
     """Number of parts into which a server divides a tensor; keys and values have at most one part per head."""
     if rule.layout == "replicated" or "_a_proj" in name:
         return 1
-    of_groups = rule.layout == "qkv" and ".q_proj." not in name
-    return min(tp, shape.fields["num_query_groups"]) if of_groups else tp
+    return min(tp, shape.fields["num_query_groups"]) if rule.layout == "qkv" and ".q_proj." not in name else tp

@@ -1,4 +1,4 @@
-"""What a page says about its runs: short names, the line at the head, and the settings in which runs differ."""
+"""The facts of a page about runs: short names, the line at the head, and the settings in which runs differ."""
 
 import json
 import time
@@ -17,12 +17,12 @@ Settings = dict[str, Any]
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return a name of each folder: its last parts, the fewest that differ, without ends that all folders share."""
-    parts = [folder.resolve().parts for folder in folders]
-    while len(parts) > 1 and len({part[-1:] for part in parts}) == 1:
-        parts = [part[:-1] for part in parts]
-    count = next(n for n in range(1, 1 + max(map(len, parts))) if len({part[-n:] for part in parts}) == len(parts))
-    return [str(Path(*part[-count:])) for part in parts]
+    """Return a name of each folder: the fewest last parts that differ, without common ends."""
+    paths = [folder.resolve().parts for folder in folders]
+    while len(paths) > 1 and len({path[-1:] for path in paths}) == 1:
+        paths = [path[:-1] for path in paths]
+    count = next(n for n in range(1, 1 + max(map(len, paths))) if len({path[-n:] for path in paths}) == len(paths))
+    return [str(Path(*path[-count:])) for path in paths]
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Settings:
@@ -37,19 +37,17 @@ def head_line(folder: Path, settings: Settings) -> list[str]:
     """Return megarl's version, seed, start, last resumption and last sign of a run, and its folder."""
     starts, status = read_starts(folder), read_record(folder / "status.json")
     versions = " then ".join(dict.fromkeys(start["version"] for start in starts)) or "(version not recorded)"
-    times: list[tuple[Any, str]] = [
-        ("started" if start["new"] else "resumed", start["time"]) for start in starts[:1] + starts[1:][-1:]
-    ]
+    times = [("started" if start["new"] else "resumed", start["time"]) for start in starts[:1] + starts[1:][-1:]]
     if isinstance(updated := status.get("updated"), int | float) and 0 < updated < 1e11:
-        times.append((status.get("state"), time.strftime(TIME_FORMAT, time.localtime(updated))))
-    texts = [f"{what} {when[:16]}{when[19:]}" for what, when in times]
+        times.append((str(status.get("state")), time.strftime(TIME_FORMAT, time.localtime(updated))))
+    texts = [f"{event} {time_of[:16]}{time_of[19:]}" for event, time_of in times]
     return [f"megarl {versions}", f"seed {settings.get('run.seed', NOT_RECORDED)}", *texts, str(folder.resolve())]
 
 
 def differing_settings(folders: Sequence[Path], settings: Sequence[Settings]) -> dict[str, list[str]]:
     """Return the keys of the configuration in which runs differ, and the value in each run.
 
-    Inputs differ if their contents do (inputs.json); other files and folders, if their names do.
+    Inputs differ if their contents do (inputs.json); for files and folders besides, the names count.
     """
     inputs, rows = [read_record(folder / INPUTS) for folder in folders], dict[str, list[str]]()
     for key in sorted({key for of_run in settings for key in of_run}.difference(_ASIDE)):

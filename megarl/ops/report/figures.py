@@ -20,7 +20,8 @@ from megarl.files.texts import read_table
 from megarl.ops.report import series
 
 Figure = dict[str, Any]
-COLORS: dict[str, str] = read_table(__file__, "colors.toml")["series"]
+_TABLES = read_table(__file__, "colors.toml")
+COLORS, _HEATMAP = _TABLES["series"], _TABLES["heatmap"]
 _DASHES = ("solid", "dash", "longdash", "dashdot", "dot", "longdashdot")
 _HELD_OUT_DASHES = ("dot", "longdashdot")
 _SYMBOLS = ("square", "cross", "circle", "diamond", "triangle-up", "star")
@@ -59,7 +60,7 @@ def make_figures(panel: series.Panel, runs: Sequence[Run]) -> list[Figure]:
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
-    """Return the values [P] with six digits; None for values that are not finite."""
+    """Return the values [P] with six digits; None for NaN and infinities."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in np.asarray(values, float).tolist()]
 
 
@@ -89,8 +90,8 @@ def _plot_lines(panel: series.Panel, run: Run, place: int) -> Iterator[Figure]:
 
 def _lines_of(panel: series.Panel, curves: series.Curves) -> list[series.Line]:
     """Return the lines of a panel, for a metric of NAME a line of each benchmark."""
-    own = [*zip(series.benchmarks(curves), cycle([*COLORS][4:]), strict=False)]
-    rows = [(line, *pair) for line in panel.lines for pair in (own if "NAME" in line.metric else [("", line.color)])]
+    pairs = [*zip(series.benchmarks(curves), cycle([*COLORS][4:]), strict=False)]
+    rows = [(line, *pair) for line in panel.lines for pair in (pairs if "NAME" in line.metric else [("", line.color)])]
     parts = [(a, a.metric.replace("NAME", name), a.label.replace("NAME", name), color) for a, name, color in rows]
     return [replace(line, metric=metric, label=label, color=color) for line, metric, label, color in parts]
 
@@ -102,8 +103,7 @@ def _style(run: Run, line: series.Line, place: int, index: int) -> Figure:
     widths = (2.6, 1.6) if is_held_out else (3.6, 2.2, 1.5)
     width = widths[index % 2] if is_held_out else widths[min(index if run.color is None else place, 2)]
     color, is_shaded = run.color or COLORS[line.color], is_held_out and run.color is not None
-    if is_shaded:
-        color = "#" + "".join(f"{int(color[at : at + 2], 16) * 11 // 20:02x}" for at in (1, 3, 5))
+    color = "#" + "".join(f"{int(color[i : i + 2], 16) * 11 // 20:02x}" for i in (1, 3, 5)) if is_shaded else color
     name = html.escape(prefix + line.label, quote=False)  # plotly reads HTML tags in texts
     return {
         "type": "scatter",
@@ -133,15 +133,11 @@ def _plot_layers(panel: series.Panel, run: Run) -> Figure:
     grid = np.where(counts, np.add.reduceat(np.nan_to_num(grid), starts, axis=1) / np.maximum(counts, 1), np.nan)
     layout = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label, type="category", autorange="reversed")}
     trace = {
-        "type": "heatmap",
+        **_HEATMAP,
         "z": [numbers(row) for row in grid],
         "x": numbers(steps[starts]),
         "y": [str(layer) for layer in layers],
-        "zmin": 0.0,
         "zmax": float(np.nanmax(grid, initial=0.0)) or 0.01,  # without any disagreement the scale is one percent
-        "colorscale": "Viridis",
-        "colorbar": {"tickformat": ".3~%", "thickness": 12},
-        "hovertemplate": "layer %{y}, %{x}: %{z:.3~%}<extra></extra>",
     }
     return {"data": [trace], "layout": layout}
 

@@ -59,10 +59,9 @@ def describe(sample: Mapping[str, Any]) -> str:
         f"{sample['length']} tokens  gap {_number(sample['gap'])}  {sample['tool_calls']} tool calls",
         *flags(sample),
     ]
-    texts = [("prompt", sample["prompt"])]
-    for author, text in sample["parts"] or [["model", sample["response"]]]:
-        texts.append(("response" if author == "model" else author, text))
-    texts += [("expected", text) for text in [sample["expected"]] if text is not None]
+    parts = sample["parts"] or [["model", sample["response"]]]
+    texts = [("prompt", sample["prompt"]), *(("response" if role == "model" else role, text) for role, text in parts)]
+    texts += [("expected", sample["expected"])] if sample["expected"] is not None else []
     lines = [f"  {name}:\n    " + text.replace("\n", "\n    ") for name, text in texts]
     error = [f"  error: {sample['error']}"] if sample["error"] else []
     return printable("\n".join(["--- " + "  ".join(head), *lines, *error]))

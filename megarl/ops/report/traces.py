@@ -55,9 +55,9 @@ def diff(first: Path, second: Path, as_json: bool = False) -> None:
         f"{total.layers_per_token:.3f} layers per token on average.",
         "flip: share of tokens with another set of experts. overlap: share of the experts that both have.",
     ]
-    one, other = (file.info.model for file in (a, b))
-    if one != other:
-        notes.insert(0, f"The models differ: {one} against {other}.")
+    model_a, model_b = (file.info.model for file in (a, b))
+    if model_a != model_b:
+        notes.insert(0, f"The models differ: {model_a} against {model_b}.")
     facts = {"layers": a.info.layers, "flip": total.flip, "overlap": total.overlap, "tokens": total.num_tokens}
     facts |= {"layer_flip": total.per_layer_flip.tolist(), "layer_overlap": overlap.tolist(), "sequences": len(names)}
     show(_describe(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes), facts, as_json)
@@ -73,5 +73,4 @@ def _compare_sequences(a: TracedSequence, b: TracedSequence) -> np.ndarray:
 
 def _describe(title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str) -> str:
     """Return a table with title and notes; without a first heading it has names and values."""
-    table = text_table(rows, headings, words=0) if headings[0] else text_table(rows)
-    return "\n".join([title, "", table, "", *notes])
+    return "\n".join([title, "", text_table(rows, headings, words=0) if headings[0] else text_table(rows), "", *notes])

@@ -66,8 +66,7 @@ class PlayedBenchmark:
     ) -> "PlayedBenchmark":  # fmt: skip
         """Make judge and player of the benchmark, unless a player is given."""
         if player is None:
-            judge = Judge(benchmark.reward, **config.judge_options(benchmark.reward))
-            player = make_player(config, tokenizer, judge)
+            player = make_player(config, tokenizer, Judge(benchmark.reward, **config.judge_options(benchmark.reward)))
         return cls(benchmark.name, prompts, player, benchmark.threshold)
 
 

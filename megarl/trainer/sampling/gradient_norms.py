@@ -96,7 +96,7 @@ def _square(parameter: Parameter) -> Tensor:
 
 
 def find_block(policy: Policy, block: Block) -> list[Parameter]:
-    """Return this rank's weight of the block, or its copy on the last stage: one that is tied is both blocks."""
+    """Return this rank's weight of the block, or its copy on the last stage: a tied parameter counts as both blocks."""
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     if block == "embedding" or policy.shape.tied_embeddings:
         return _embeddings(policy) or [p for gpt in chunks for p in gpt.parameters() if getattr(p, "shared", False)]
@@ -124,8 +124,7 @@ def measuring(policy: Policy, parameters: Sequence[Parameter]) -> Iterator[None]
         for parameter in frozen:
             parameter.requires_grad_(False)
         with ExitStack() as stack:
-            contexts = (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy), without_reduction)
-            for context in contexts:
+            for context in (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy), without_reduction):
                 stack.enter_context(context)
             yield
     finally:

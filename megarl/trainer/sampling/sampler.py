@@ -241,8 +241,7 @@ class Sampler:
         draw = self._make_draw(assignment.FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # the routes have no further use
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
-        sample = partial(draw.run, self.engine, params, self.on_finish)
-        return requests.sample_together(self.engine, sample, "sampling")
+        return requests.sample_together(self.engine, partial(draw.run, self.engine, params, self.on_finish), "sampling")
 
     def _params(self, step: int) -> SamplingParams:
         partial_rollouts, config = self._untrained is not None, self.config

@@ -57,8 +57,7 @@ class SampleTable:
         samples: this rank's; components: names of several rewards, empty to leave the components out.
         """
         facts = [_facts(key, sample, len(components)) for key, sample in samples.items()]
-        local = np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) + len(components))
-        rows = distributed.gather_rows(local)
+        rows = distributed.gather_rows(np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) + len(components)))
         table = cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
         if table.is_judged.all():
             return table

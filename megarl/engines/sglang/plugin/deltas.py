@@ -1,4 +1,4 @@
-"""A bucket of a weight update on the wire: the bytes that differ from those that the server got last.
+"""A bucket of a weight update on the wire: the bytes that have changed since the last update.
 
 message   uint32 length of the header | header | the changes of the tensors, back to back
 header    JSON, for each tensor: name, dtype, shape, bytes of an item, old checksum, checksum, form, bytes that are sent

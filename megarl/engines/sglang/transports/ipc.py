@@ -149,8 +149,7 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
         with _fixed_segments():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if (free := shutil.disk_usage(SHARED_MEMORY).free) < num_bytes:  # a write would end the process
-        facts = {"shared_memory": SHARED_MEMORY, "free_mib": free >> 20, "bucket_mib": num_bytes >> 20}
-        raise WeightSyncError(refusal("shared_memory", **facts))
+        raise WeightSyncError(refusal("shared_memory", place=SHARED_MEMORY, free=free >> 20, needed=num_bytes >> 20))
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     for _ in range(MOST_READERS):  # the last of torch's readers removes the file, and killed readers stay counted
         storage._shared_incref()
@@ -189,8 +188,7 @@ def make_handle(flat: torch.Tensor) -> Handle:
     """
     if flat.is_cuda:
         rebuild, arguments = reductions.reduce_tensor(flat)
-        uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-        return rebuild, (*arguments[:6], uuid, *arguments[7:])
+        return rebuild, (*arguments[:6], str(torch.cuda.get_device_properties(flat.device).uuid), *arguments[7:])
     storage = (torch.UntypedStorage, *flat.untyped_storage()._share_filename_cpu_(), torch.uint8)
     opened = Rebuilt((reductions.rebuild_storage_filename, storage))
     return _rebuild_tensor_v2, (opened, 0, (flat.numel(),), (1,), False, OrderedDict())

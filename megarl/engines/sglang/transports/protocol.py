@@ -116,8 +116,7 @@ def send_tensors(sender: WeightSender, bucket: Bucket, payload: str | None = Non
 
 def send_handles(sender: WeightSender, bucket: Bucket, handles: Mapping[int, Handle]) -> None:
     """Send a server the handles of a bucket's memory; handles: by GPU."""
-    payloads = [payload_of(bucket, Rebuilt(handles[gpu])) for gpu in sender.gpus]
-    post_payloads(sender, payloads, bucket.flat.numel())
+    post_payloads(sender, [payload_of(bucket, Rebuilt(handles[gpu])) for gpu in sender.gpus], bucket.flat.numel())
 
 
 class Tensors(Transport):

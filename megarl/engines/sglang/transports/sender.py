@@ -23,7 +23,7 @@ import httpx
 from megarl.engines.sglang.http import authorization, read_object, request
 from megarl.engines.sglang.plugin.deltas import FORMAT
 from megarl.engines.sglang.versions import NEWEST, UPDATE_SESSIONS, Version
-from megarl.errors import DataError, WeightSyncError, reworded
+from megarl.errors import DataError, WeightSyncError, refusal, reworded
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.transports.broadcast import BroadcastGroup
@@ -121,8 +121,8 @@ class WeightSender:
 
     def load(self, message: Message) -> None:
         """Have megarl's plugin load a bucket; WeightSyncError unless it has."""
-        if refusal := self.offer(message):
-            raise WeightSyncError(f"{self.url} has not loaded a bucket, {refusal}; the server stays paused")
+        if problem := self.offer(message):
+            raise WeightSyncError(f"{self.url} has not loaded a bucket, {problem}; the server stays paused")
 
     def finish(self, version: int) -> None:
         """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``.
@@ -134,8 +134,7 @@ class WeightSender:
             self._in_session = False
         flushed = self._ask("POST", "flush_cache")
         if flushed.status_code != 200:
-            message = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
-            raise WeightSyncError(f"{message}; it would serve keys, values and routes of old weights and stays paused")
+            raise WeightSyncError(refusal("cache_not_flushed", url=self.url, answer=flushed))
         self.name(str(version))
         named_version = self.weight_version()
         if named_version != str(version):
@@ -168,8 +167,7 @@ class WeightSender:
         with suppress(WeightSyncError, LookupError, TypeError, ValueError):
             if answer.status_code == 200 and (ranks := self._read(answer)["ranks"]):
                 return [dict(rank["checksums"]) for rank in ranks]
-        message = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
-        raise WeightSyncError(f"{message}; on a CPU take SGLang 0.5.23 or later, or set sglang.checksums = false")
+        raise WeightSyncError(refusal("no_checksums", url=self.url, answer=answer))
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights; WeightSyncError without a name."""
@@ -186,8 +184,7 @@ class WeightSender:
         if is_json and not has_failed and answer.text != "null":  # some answer null
             has_failed = self._read(answer).get("success") is False
         if has_failed:
-            message = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(f"{message}; the server stays paused")
+            raise WeightSyncError(refusal("post_failed", url=self.url, path=path, answer=answer))
 
     def _read(self, answer: httpx.Response) -> dict[str, Any]:
         with reworded(DataError, WeightSyncError):
