@@ -26,7 +26,7 @@ class Finding:
     advice: str = ""
 
     def says(self) -> str:
-        """Found, expected and advice, on one line; without the name, which stands before it."""
+        """Found, expected and advice, on one line, without the name."""
         found = self.found.removeprefix(f"{self.name}: ") + (f", expected {self.expected}" if self.expected else "")
         return " ".join(f"{found}{f'; {self.advice}' if self.advice else ''}".split())
 
