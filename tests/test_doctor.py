@@ -325,3 +325,8 @@ def test_a_broken_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_every_text_belongs_to_a_check() -> None:
     sources = "".join(Path(module.__file__).read_text("utf-8") for module in (inputs, machine))
     assert [key for key in report._TEXTS if f'"{key}"' not in sources] == []
+
+
+def test_a_finding_says_its_name_once() -> None:
+    assert report.Finding("log.sinks", "failed", "log.sinks: found 1").says() == "found 1"
+    assert report.Finding("sinks", "failed", "log.sinks: found 1").says() == "log.sinks: found 1"

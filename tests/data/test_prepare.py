@@ -107,13 +107,14 @@ def test_the_trainer_reads_what_the_models_chat_template_makes(
 @pytest.mark.parametrize(
     ("record", "options", "told"),
     [
-        ({"prompt": "1"}, {}, ":1: there is no field 'answer'"),
+        ({"prompt": "1"}, {}, ":1: there is no field 'answer'; the fields are: prompt; name the right field"),
         ({"prompt": "1", "answer": 0.5}, {}, ":1: the answer ('answer') is a number"),
         ({"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}, {}, "is the assistant's"),
         ({"prompt": [{"role": "system", "content": "1"}], "answer": "1"}, {"system": "x"}, "remove --system"),
         ({"prompt": [{"role": "user", "content": "1"}], "answer": "1"}, {"template": "{prompt}"}, "remove --template"),
         ({"prompt": "\ud800", "answer": "1"}, {}, "half a character"),
         ({"prompt": "1", "answer": ""}, {}, "0 prompts to train are left of 1 (1 without an answer), expected"),
+        ({"prompt": "1", "answer": "2"}, {"answer_after": "#"}, "look at the fields, at --answer-after and --heldout"),
     ],
 )
 def test_a_bad_record_is_named_and_nothing_is_written(

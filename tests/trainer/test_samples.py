@@ -195,7 +195,7 @@ def test_samples_are_chosen_by_step(stored: Path, capsys: pytest.CaptureFixture[
         assert cli.main(["samples", str(stored), *words]) == 0
         shown = capsys.readouterr().out
         assert re.findall(r"^--- step (\d+)", shown, re.MULTILINE) == [str(step)]
-        assert "1 of 5 responses, of steps 1 to 5" in shown
+        assert "shown: 1 of 5 responses of steps 1 to 5; --step N shows another step" in shown
     assert cli.main(["samples", str(stored), "--step", "6"]) == 2
     assert "no response matches, of 5 responses of steps 1 to 5" in capsys.readouterr().err
 
@@ -206,7 +206,7 @@ def test_the_expected_answer_is_shown_beside_the_response_unless_an_older_run_ha
     rows = [response(1, expected="<b>\x1b[31m42</script>"), response(1, sample=1), response(1, sample=2, expected=None)]
     del rows[1]["expected"]
     append(tmp_path, pack(rows))
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write("step", 1, {"reward/mean": 0.5})
     assert cli.main(["samples", str(tmp_path)]) == 0
     with_answer, *without, _ = capsys.readouterr().out.split("\n\n")

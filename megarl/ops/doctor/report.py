@@ -26,9 +26,9 @@ class Finding:
     advice: str = ""
 
     def says(self) -> str:
-        """Found, expected and advice, on one line."""
-        expected = f", expected {self.expected}" if self.expected else ""
-        return " ".join(f"{self.found}{expected}{f'; {self.advice}' if self.advice else ''}".split())
+        """Found, expected and advice, on one line, without the name."""
+        found = self.found.removeprefix(f"{self.name}: ") + (f", expected {self.expected}" if self.expected else "")
+        return " ".join(f"{found}{f'; {self.advice}' if self.advice else ''}".split())
 
 
 def find(key: str, /, **facts: Any) -> Finding:

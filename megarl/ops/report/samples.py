@@ -42,12 +42,12 @@ class Samples:
                 matching = []
             if self.step in (None, last):
                 matching.append(sample)
+        stored = f"{total} responses of steps {first} to {last}" if total else "none"
         if not matching:
-            stored = f"{total} responses of steps {first} to {last}" if total else "none"
             raise ConfigError(f"{file}: no response matches, of {stored}")
         print(*map(json.dumps if self.json else describe, matching), sep="\n" if self.json else "\n\n")
         if not self.json:
-            print(f"\n{len(matching)} of {total} responses, of steps {first} to {last}")
+            print(f"\nshown: {len(matching)} of {stored}; --step N shows another step")
 
 
 def describe(sample: Mapping[str, Any]) -> str:
