@@ -135,7 +135,7 @@ def _check_keys(config: Config) -> Iterator[Finding]:
         try:
             load_sink(name)
         except ConfigError as error:
-            yield Finding("log.sinks", "failed", str(error))
+            yield Finding("log.sinks", "failed", str(error).removeprefix("log.sinks: "))
     signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") not in ("online", "run")
     if "wandb" in config.log.sinks and not signed_in and not Path("~/.netrc").expanduser().is_file():
         yield find("wandb")
