@@ -274,7 +274,7 @@ def test_without_torch_it_says_what_to_install(lean, path: Path):
     alone = lean("doctor")
     assert (alone.returncode, alone.stderr) == (1, "")
     assert alone.stdout.startswith("not ready to train on this machine: ")
-    assert "- torch: not installed; pip install 'megarl-moe[train]'" in alone.stdout
+    assert ", torch, transformers: not installed; pip install 'megarl-moe[train]'" in alone.stdout
     found = json.loads(lean("doctor", "--json", str(path)).stdout)
     assert {*found} == {"verdict", "config", "checks", "versions"}
     assert (found["verdict"], found["config"], found["versions"]["torch"]) == ("not ready", str(path), None)

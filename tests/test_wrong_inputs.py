@@ -48,6 +48,8 @@ launch --trust evl run.toml | found 'evl' and a further argument
 launch eval --samples 4 | found neither CONFIG nor --checkpoint
 launch sft | megarl launch sft: the following arguments are required: CONFIG
 eval --checkpoint task | task has no config.toml of a run in it or above it: give CONFIG
+eval --checkpoint nowhere | nowhere (no such folder) has no config.toml of a run in it or above it: give CONFIG
+train run.toml --parallel.tp 2 --parallel.ep 8 | ranks_per_node 16` starts them, as does torchrun --nproc-per-node 16
 train run.toml --parallel.ep 2 | `megarl launch run.toml --parallel.ep 2 --launch.ranks_per_node 2` starts them, as d
 train run.toml --parallel.tp 2 --launch.ranks_per_node 4 | `megarl launch run.toml --parallel.tp 2 --launch.ranks_per_n
 sft run.toml --parallel.ep 2 --launch.ranks_per_node 2 | `megarl launch sft run.toml --parallel.ep 2 --launch.ranks_per

@@ -83,7 +83,8 @@ def find_saved(path: Path, otherwise: str) -> tuple[Path, dict[str, str]]:
     """
     files = (place / SAVED for place in (path.resolve(), *path.resolve().parents[:2]) if (place / RUN_ID).is_file())
     if (saved := next(filter(Path.is_file, files), None)) is None:
-        raise ConfigError(f"{path} has no {SAVED} of a run in it or above it: {otherwise}")
+        absent = " (no such folder)" * (not path.exists())
+        raise ConfigError(f"{path}{absent} has no {SAVED} of a run in it or above it: {otherwise}")
     tables = ((name, table) for name, table in read_toml(saved).items() if isinstance(table, dict))
     values = ((f"{name}.{key}", value) for name, table in tables for key, value in table.items())
     texts = {key: Path(value) for key, value in values if isinstance(value, str)}

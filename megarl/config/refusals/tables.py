@@ -1,6 +1,7 @@
 """Rules between tables, rules on the number of ranks, and sentences on settings that bias the gradient."""
 
 from collections.abc import Iterator
+from math import lcm
 
 from megarl.config import megatron_fields
 from megarl.config.tables import Tables
@@ -166,13 +167,14 @@ def for_ranks(config: Tables, world_size: int, start: str) -> Iterator[Row]:
     """Yield the rules for ``world_size`` ranks; ``start``: the command that starts the ranks of [launch]."""
     p, num, sampling = config.parallel, config.train.mini_batches, config.sampling
     dense, expert = p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp
+    least = lcm(dense, expert)
+    start += f" --launch.ranks_per_node {least}" * bool(config.launch.ranks % least)
     for names, sizes, product in (
         ("tp * pp * cp", f"{p.tp} * {p.pp} * {p.cp}", dense),
         ("ep * etp * pp", f"{p.ep} * {p.expert_tp} * {p.pp}", expert),
     ):
-        fitting = start + f" --launch.ranks_per_node {product}" * bool(config.launch.ranks % product)
-        facts = {"ranks": world_size, "names": names, "sizes": sizes, "product": product, "start": fitting}
-        yield config.row("ranks_of_layout", world_size % product, **facts)
+        facts = {"ranks": world_size, "names": names, "sizes": sizes, "product": product}
+        yield config.row("ranks_of_layout", world_size % product, start=start, least=least, **facts)
     dp, responses = world_size // dense, config.responses_per_step
     facts = {"dp": dp, "shares": num * dp, "responses": responses}
     yield config.row("prompts_of_ranks", not sampling.fixed and config.rollout.prompts_per_step < num * dp, **facts)

@@ -46,9 +46,8 @@ def _version(distribution: str) -> str | None:
 
 def check_machine(config: Config | None, releases: dict[str, str | None], failed: Names = ()) -> list[Finding]:
     """Check the machine. ``failed``: inputs that need not be tried."""
-    missing = {name for name in _TRAIN if releases[name] is None}
-    checks = [Finding("Python", "ok", platform.python_version())]
-    checks += [find("no_package", package=name) for name in sorted(missing)]
+    missing = sorted(name for name in _TRAIN if releases[name] is None)
+    checks = [Finding("Python", "ok", platform.python_version()), *(find("no_package", package=lib) for lib in missing)]
     checks += _check_megatron(releases["megatron-core"], config is None or config.train.replay != "none")
     facts: dict[str, Any] = {}
     if "torch" not in missing:
@@ -57,8 +56,7 @@ def check_machine(config: Config | None, releases: dict[str, str | None], failed
         checks += tried
     if "torch" in facts:
         device = "gpus" if facts["gpus"] else "unusable_gpu" if has_gpu() else "cpu"
-        checks += [find(device, cores=os.cpu_count(), **facts)]
-        checks += check_gpus(config, facts["gpus"]) if config else ()
+        checks += [find(device, cores=os.cpu_count(), **facts), *(check_gpus(config, facts["gpus"]) if config else ())]
     checks += [_check_te(releases["transformer-engine"], facts)]
     if config is None or (config.rollout.engine_kind.server and not config.sglang.urls):
         checks.append(_check_sglang(config, releases["sglang"]))

@@ -53,9 +53,10 @@ class Diagnosis:
         subject = f"for {self.config}" if self.config else "to train on this machine"
         lines = [f"ready {subject}" if self.ready else f"not ready {subject}: {names}"]
         for status, begin in (("failed", "- "), ("warning", "- warning: ")):
-            lines += [f"{begin}{check.name}: {check.says()}" for check in self.checks if check.status == status]
-        rest = (check for check in self.checks if check.status in ("ok", "optional"))
-        checks = [(check.status, check.name, check.says()) for check in rest]
+            said = [(check.says(), check.name) for check in self.checks if check.status == status]
+            for says in dict.fromkeys(text for text, _ in said):  # one line for all packages of one command
+                lines.append(f"{begin}{', '.join(name for text, name in said if text == says)}: {says}")
+        checks = [(each.status, each.name, each.says()) for each in self.checks if each.status in ("ok", "optional")]
         return printable("\n".join([*lines, "", text_table(checks, ("", "what", "found"))]))
 
     def to_json(self) -> str:

@@ -223,15 +223,14 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
     lists = ["_HET_GROUP_0", "_HET_GROUP_1"] if het else [""]
     hostnames = [ask(["scontrol", "show", "hostnames", env[f"SLURM_JOB_NODELIST{group}"]]).split() for group in lists]
     trainers, servers = hostnames if het else (hostnames[0][: launch.nodes], hostnames[0][launch.nodes :])
-    for key, nodes, expected in (("nodes", trainers, launch.nodes), ("server_nodes", servers, launch.server_nodes)):
-        if len(nodes) != expected:
-            facts = {"key": key, "num": len(nodes), "job": env["SLURM_JOB_ID"], "nodes": " ".join(nodes) or "none"}
-            raise ConfigError(refusal("slurm_nodes", expected=expected, **facts))
+    if (len(trainers), len(servers)) != (launch.nodes, launch.server_nodes):
+        facts = {"num": len(trainers + servers), "job": env["SLURM_JOB_ID"], "names": " ".join(trainers + servers)}
+        sizes = {"nodes": launch.nodes, "servers": launch.server_nodes, "sum": launch.nodes + launch.server_nodes}
+        raise ConfigError(refusal("slurm_nodes", **facts, **sizes))
     addresses = addresses_of([*trainers, *servers], env, ask)
-    job = env["SLURM_JOB_ID"]
-    port, *server_ports = free_ports(1 + launch.server_nodes * config.sglang.servers, int(job))
+    port, *server_ports = free_ports(1 + launch.server_nodes * config.sglang.servers, int(env["SLURM_JOB_ID"]))
     of_trainers, of_servers = (tuple(Node(name, addresses[name]) for name in names) for names in (trainers, servers))
-    return Topology(of_trainers, of_servers, launch.ranks_per_node, port, tuple(server_ports), het, job)
+    return Topology(of_trainers, of_servers, launch.ranks_per_node, port, tuple(server_ports), het, env["SLURM_JOB_ID"])
 
 
 def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict[str, str]:

@@ -66,11 +66,11 @@ def test_the_components_of_a_heterogeneous_job() -> None:
 
 
 def test_a_job_of_other_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"launch.server_nodes: found 1 in Slurm job 7 \(b1\), expected 2"):
+    with pytest.raises(ConfigError, match=r"found 3 nodes in Slurm job 7 \(a1 a2 b1\), .* 2 \+ 2; .* --nodes 4"):
         find(config(layout="disaggregated", nodes=2, server_nodes=2), JOB, slurm)
-    with pytest.raises(ConfigError, match=r"launch.nodes: found 2 .* expected 3"):
+    with pytest.raises(ConfigError, match=r"found 2 nodes .* = 3 \+ 0; submit with --nodes 3 "):
         find(config(layout="colocated", nodes=3), {**JOB, "SLURM_JOB_NODELIST": "a[1-2]"}, slurm)
-    with pytest.raises(ConfigError, match=r"launch.server_nodes: found 1 .* expected 0"):
+    with pytest.raises(ConfigError, match=r"found 3 nodes .* = 2 \+ 0; submit with --nodes 2 "):
         find(config(layout="colocated", nodes=2), JOB, slurm)
     with pytest.raises(ConfigError, match=r"outside of a Slurm job; submit colocated\.sbatch"):
         find(config(layout="colocated", nodes=2), {}, slurm)
