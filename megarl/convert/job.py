@@ -66,7 +66,7 @@ def require_unchanged(folder: Path) -> None:
     elif is_conversion:
         digests = read_json(folder / MANIFEST).get("sha256")
         advice = f"{MANIFEST} has another SHA-256 (remove {MANIFEST} if the change is yours)"
-        refuse_if(not isinstance(digests, dict), CheckpointError, "no_checksums", file=folder / MANIFEST)
+        refuse_if(not isinstance(digests, dict), CheckpointError, "no_checksums_of_conversion", file=folder / MANIFEST)
     else:
         return
     for name, digest in sorted(digests.items()):

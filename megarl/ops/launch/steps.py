@@ -225,8 +225,8 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
     trainers, servers = hostnames if het else (hostnames[0][: launch.nodes], hostnames[0][launch.nodes :])
     if (len(trainers), len(servers)) != (launch.nodes, launch.server_nodes):
         facts = {"num": len(trainers + servers), "job": env["SLURM_JOB_ID"], "names": " ".join(trainers + servers)}
-        sizes = {"nodes": launch.nodes, "servers": launch.server_nodes, "sum": launch.nodes + launch.server_nodes}
-        raise ConfigError(refusal("slurm_nodes", **facts, **sizes))
+        facts |= {"nodes": launch.nodes, "servers": launch.server_nodes, "sum": launch.nodes + launch.server_nodes}
+        raise ConfigError(refusal("slurm_nodes", **facts))
     addresses = addresses_of([*trainers, *servers], env, ask)
     port, *server_ports = free_ports(1 + launch.server_nodes * config.sglang.servers, int(env["SLURM_JOB_ID"]))
     of_trainers, of_servers = (tuple(Node(name, addresses[name]) for name in names) for names in (trainers, servers))
