@@ -181,10 +181,7 @@ class Supervisor:
         self._write_for_ranks()
         if self._stop_signal is not None:
             return STOPPED
-        het_group = 0 if self.topology.het else None
-        prefix = [] if self.topology.job is None else srun(self.topology.trainers, het_group=het_group)
-        words = [*prefix, PYTHON, "-m", "megarl.ops.launch.node", str(self.launch_file)]
-        step = Step(self.name, words if prefix else [*words, "0"])
+        step = Step(self.name, self._trainer_words())
         try:
             while step.code is None:
                 self._wait()
@@ -207,6 +204,12 @@ class Supervisor:
         if time.monotonic() > self._stop_asked_at + grace_s:
             self._tell(f"the trainer has not stopped within {grace_s:.0f} s: killed")
             step.stop(grace_s=1.0)
+
+    def _trainer_words(self) -> list[str]:
+        words = [PYTHON, "-m", "megarl.ops.launch.node", str(self.launch_file)]
+        if self.topology.job is None:
+            return [*words, "0"]
+        return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
 
     def _wait_for_servers(self, *, first: bool) -> bool:
         """Wait until each server answers or has failed; return False after a request to stop.
