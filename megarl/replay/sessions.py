@@ -131,7 +131,10 @@ class Session:
         """Return (scores, experts), [T_local, K] each."""
         if self.replays:
             experts = self._find_experts(hook, call, question)
-        experts = question.preferred() if call.first or self._native is None else self._native[hook][call.micro]
+        elif call.first or self._native is None:
+            experts = question.preferred()
+        else:
+            experts = self._native[hook][call.micro]
         if call.first and self._native is not None:
             self._native[hook][call.micro] = question.preferred().to(hook.dtype)
         if call.first and self._compared is not None:
