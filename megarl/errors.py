@@ -186,7 +186,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, most: int = 1)
 def one_of(name: str, known: Iterable[str]) -> str:
     """Return what was expected in the place of ``name``: the known names and the closest; of many, the closest only."""
     names = [*known]
-    expected = f"expected {', '.join(names[:-1])} or {names[-1]}"
+    expected = f"expected {' or '.join(filter(None, (', '.join(names[:-1]), *names[-1:])))}"
     hint = did_you_mean(name, names, expected)
     return hint if hint == expected or len(names) > _MOST_NAMES else f"{expected}; {hint}"
 

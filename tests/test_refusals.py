@@ -23,7 +23,7 @@ temperature=1.0 | temperature: unknown key | rollout.temperature or eval.tempera
 rollout.temperature=0.0 | rollout.temperature: found 0.0
 rollout.temperature=a run.steps=0 | run.steps | rollout.temperature | 2 problems
 data.heldout_split=test | heldout_split: found "test", which goes only with heldout
-'run.steps="3"' | run.steps: found '3' | integer
+'run.steps="3"' | run.steps: found '3' | a whole number
 optim.min_lr=1.0 | optim.min_lr: found 1.0 | at most lr
 optim.warmup_steps=5 optim.decay_steps=5 | optim.warmup_steps: found 5 | decay_steps = 5
 model=3 | model: found 3 | a table [model]
@@ -31,7 +31,7 @@ model.path.deeper=3 | model.path.deeper | a table was expected
 parallel.tp=2 parallel.etp=1 | parallel.etp: found 1 with tp = 2 and ep = 1
 parallel.etp=2 parallel.ep=2 | parallel.etp: found 2 with tp = 1
 parallel.vpp=2 | parallel.vpp: found 2, which goes only with pp > 1
-train.objective=ppo2 | train.objective: found 'ppo2' | minirl
+train.objective=ppo2 | train.objective: found 'ppo2' | did you mean
 'train.objective_overrides={"mask" = 1}' | train.objective_overrides: mask: unknown part | mean masks?
 'train.objective_overrides={"advantage" = "off"}' | advantage is None | 'group_mean'
 'train.objective_overrides={"factors" = {"1" = {"policies" = "old_mu"}}}'
@@ -39,7 +39,7 @@ train.objective=ppo2 | train.objective: found 'ppo2' | minirl
 train.objective=dppo_topk | train.objective: found "dppo_topk" | use dppo_tv
 'train.objective_overrides={"kl_coef" = 0.1}' | kl_coef is 0.1 | A KL in the loss is a penalty
 train.objective=kl_grpo 'train.objective_overrides={"selection" = "positive"}' | selection 'positive' | 'mixed_groups'
-train.replay=r4 | train.replay: found 'r4' | 'none', 'r2' or 'r3'
+train.replay=r4 | train.replay: found 'r4' | expected none, r2 or r3
 train.micro_batch_tokens=25 | train.micro_batch_tokens: found 25 | at least | = 26
 train.micro_batch_tokens=27 parallel.tp=2 | train.micro_batch_tokens: found 27 | multiple of parallel.tp
 train.mini_batches=3 | train.mini_batches: found 3 | divisor | 256

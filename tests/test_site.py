@@ -127,6 +127,7 @@ def build(folder: Path, pages: dict[str, str]) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.gate
+@pytest.mark.slow(minutes=1)
 @pytest.mark.needs("docs")
 def test_formulas_are_mathml_and_code_keeps_its_dollars(tmp_path: Path) -> None:
     done = build(tmp_path, GOOD)
@@ -152,6 +153,7 @@ def bad_build(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
 
 
 @pytest.mark.gate
+@pytest.mark.slow(minutes=1)
 @pytest.mark.needs("docs")
 @pytest.mark.parametrize("page", BAD)
 def test_the_build_fails_where_a_reader_would_see_latex(bad_build: subprocess.CompletedProcess[str], page: str) -> None:

@@ -224,7 +224,8 @@ def _describe_problem(problem: Any, dotted: str) -> str:
 def expectation(problem: Any) -> str:
     """Return what pydantic expected in the place of a wrong value."""
     if problem["type"] == "literal_error":
-        return one_of(str(problem["input"]), re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
+        names = re.split(", | or ", problem["ctx"]["expected"])  # as pydantic joins them
+        return one_of(str(problem["input"]), [name.strip("'") for name in names])
     text = problem["msg"].removeprefix("Input should be ").partition(", unable to")[0]
     text = re.sub("^(greater|less) than", r"a number \g<0>", text)
     return f"expected {_KINDS.get(text, text[0].lower() + text[1:])}"

@@ -90,7 +90,7 @@ def test_tools_are_made_with_the_format_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"function": "gym"}, r"environment\.function: found 'gym', expected tools, or package\.module:name"),
+        ({"function": "gym"}, r"environment\.function: found 'gym', expected tools or package\.module:name"),
         ({"function": "no_such_module:f"}, "'no_such_module:f', but cannot import 'no_such_module' .*PYTHONPATH"),
         ({"function": "broken_by_user:f"}, r"cannot import 'broken_by_user' \(ZeroDivisionError: "),
         ({"function": "made_by_user:Once", "options": {"fails": True}}, "Once raised RuntimeError: no licence"),
