@@ -110,6 +110,11 @@ def test_its_commits_exist_under_these_subjects() -> None:
         pytest.skip("needs the history of a git checkout")
     commits = re.findall(r"\| `([0-9a-f]{8})` (.*?) \|$", PAGE, re.MULTILINE)
     assert len(commits) > 10
-    for commit, subject in commits:
-        done = subprocess.run([*git, "log", "-1", "--format=%s", commit], capture_output=True, text=True)
+    logs = [
+        subprocess.run([*git, "log", "-1", "--format=%s", commit], capture_output=True, text=True)
+        for commit, _ in commits
+    ]
+    if all(done.returncode for done in logs):
+        pytest.skip("needs the history of the project: the checkout has another one")
+    for (commit, subject), done in zip(commits, logs, strict=True):
         assert done.stdout.strip() == subject, commit
