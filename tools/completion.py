@@ -1,10 +1,8 @@
 """Writes launch/completion.sh: completion of `megarl` for bash and zsh, from the commands and the configuration's keys.
 
-python tools/completion.py          # writes the file
-python tools/completion.py --check  # exit code 1 if it is not current
+python tools/completion.py
 """
 
-import sys
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -112,13 +110,10 @@ def text() -> str:
     return HEAD + "\n".join(lines) + "\n" + TAIL
 
 
-def main() -> int:
-    if "--check" in sys.argv:
-        return int(PLACE.read_text() != text())
+def main() -> None:
     PLACE.write_text(text())
     print(f"wrote {PLACE}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
@@ -66,8 +67,7 @@ def _require_place(table: Mapping[str, Any], folder: Path, overrides: Mapping[st
 
 def _require_working_folder(config: Config, path: str | Path, folder: str) -> None:
     """ConfigError for an input that only the file's folder has: paths are relative to the working folder."""
-    inputs = {"model.path": config.model.path, "model.reference": config.model.reference}
-    inputs |= {"data.train": config.data.train, "data.heldout": config.data.heldout}
+    inputs: dict[str, str | None] = {key: attrgetter(key)(config) for key in _PLACES}
     inputs |= {"sft.data": config.sft.data} if config.sft else {}
     for key, value in (inputs | {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}).items():
         if value and not os.path.exists(value) and os.path.exists(beside := os.path.join(folder, value)):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from megarl.config import Config
 from megarl.config.tables.data import FILES
 from megarl.data.records import get_field, read_records
+from megarl.data.rewards import BUILT_IN_REWARDS
 from megarl.errors import CheckpointError, ConfigError, DataError, MegarlError, reason_of
 from megarl.files.foreign_json import read_object
 from megarl.files.hf_config import MoeShape
@@ -114,13 +115,18 @@ def _check_source(key: str, source: str, split: str | None, fields: Sequence[str
 
 def _check_reward(config: Config) -> Iterator[Finding]:
     try:
-        if config.reward.function not in ("exact_match", "math_strict", "reward_model"):
+        if config.reward.function not in (*BUILT_IN_REWARDS, "reward_model"):
             from megarl.data.judge import load_reward  # takes pebble
 
             with redirect_stdout(sys.stderr):  # the report has stdout for itself
                 load_reward(config.reward.function, config.reward_model)
     except (ConfigError, ImportError) as error:
-        yield Finding("reward.function", "failed", str(error).removeprefix("reward.function: "))
+        yield _refused("reward.function", error)
+
+
+def _refused(key: str, error: Exception) -> Finding:
+    """Return the finding of an error about a key, which the message names too."""
+    return Finding(key, "failed", str(error).removeprefix(f"{key}: "))
 
 
 def _check_keys(config: Config) -> Iterator[Finding]:
@@ -135,7 +141,7 @@ def _check_sinks(config: Config) -> Iterator[Finding]:
         try:
             load_sink(name)
         except ConfigError as error:
-            yield Finding("log.sinks", "failed", str(error).removeprefix("log.sinks: "))
+            yield _refused("log.sinks", error)
     signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") not in ("online", "run")
     if "wandb" in config.log.sinks and not signed_in and not Path("~/.netrc").expanduser().is_file():
         yield find("wandb")

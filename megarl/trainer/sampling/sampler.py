@@ -186,14 +186,16 @@ class Sampler:
         params = self._params(step)
         return requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
 
-    def _excerpts(self, step: int, samples: Mapping[Key, Sample], places: Any, failed: Key | None) -> dict[Key, Any]:
+    def _excerpts(
+        self, step: int, samples: Mapping[Key, Sample], places: np.ndarray, failed: Key | None
+    ) -> dict[Key, excerpts.Excerpt]:
         count = self.config.log.samples_per_step
         keys = excerpts.choose([*samples], count, step) if count == "all" or distributed.is_main_rank() else []
         if count and failed is not None and failed in samples and failed not in keys:
             keys = sorted([*keys, failed])
         names = tuple(self.config.reward.weights)
-        prompts = {key: self._prompt_at(places[key[0]]) for key in keys}
-        return {key: excerpts.describe(samples[key], prompts[key], self.tokenizer, names) for key in keys}
+        described = partial(excerpts.describe, tokenizer=self.tokenizer, names=names)
+        return {key: described(samples[key], self._prompt_at(places[key[0]])) for key in keys}
 
     def evaluate(self) -> tuple[dict[str, float], str | None]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
