@@ -74,6 +74,14 @@ def _require_working_folder(config: Config, path: str | Path, folder: str) -> No
             raise ConfigError(refusal("other_folder", path=path, key=key, value=value, here=os.getcwd(), beside=beside))
 
 
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def find_saved(path: Path, otherwise: str) -> tuple[Path, dict[str, str]]:
     """Return the saved configuration of the run with this folder, folder of checkpoints or step folder, and overrides:
     where run, model and data are now.
@@ -85,9 +93,7 @@ def find_saved(path: Path, otherwise: str) -> tuple[Path, dict[str, str]]:
     if (saved := next(filter(Path.is_file, files), None)) is None:
         absent = " (no such folder)" * (not path.exists())
         raise ConfigError(f"{path}{absent} has no {SAVED} of a run in it or above it: {otherwise}")
-    tables = ((name, table) for name, table in read_toml(saved).items() if isinstance(table, dict))
-    values = ((f"{name}.{key}", value) for name, table in tables for key, value in table.items())
-    texts = {key: Path(value) for key, value in values if isinstance(value, str)}
+    texts = {key: Path(value) for key, value in flatten(read_toml(saved)).items() if isinstance(value, str)}
     folder, old = saved.parent, texts.get("run.dir", saved)
     start = Path() if old.is_absolute() else next((each for each in folder.parents if each / old == folder), Path())
     places = {key: (start / texts.get(key, "")).absolute() for key in _PLACES if key in texts or key == "model.path"}

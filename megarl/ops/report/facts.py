@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         paths = [path[:-1] for path in paths]
     count = next(n for n in range(1, 1 + max(map(len, paths))) if len({path[-n:] for path in paths}) == len(paths))
     return [str(Path(*path[-count:])) for path in paths]
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Return the values of nested tables by dotted key."""
-    flat: Settings = {}
-    for key, value in table.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def head_line(folder: Path, settings: Settings) -> list[str]:

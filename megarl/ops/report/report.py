@@ -18,12 +18,12 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from megarl.config.file import read_toml
+from megarl.config.file import flatten, read_toml
 from megarl.config.tables.health import HealthConfig
 from megarl.errors import ConfigError, DataError, refusal, reworded
 from megarl.files.outputs import write_output
 from megarl.files.texts import read_table
-from megarl.ops.report.facts import NOT_RECORDED, Settings, differing_settings, flatten, head_line, short_names
+from megarl.ops.report.facts import NOT_RECORDED, Settings, differing_settings, head_line, short_names
 from megarl.ops.report.figures import COLORS, Figure, Run, make_figures
 from megarl.ops.report.samples import for_page
 from megarl.ops.report.series import Curves, Panel, benchmarks, make_curves, read_panels
