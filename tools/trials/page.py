@@ -1,0 +1,162 @@
+"""Tables of docs/evidence.md, and the page from its text in page.md and what is stored in docs/evidence/."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trials.figures import FIGURES, GAPS, REPLAYS, save
+from trials.grids import ARMS, TABLES
+from trials.outcomes import Outcome
+from trials.results import NotRunError, Results, Runs, count_collapsed, read_archive
+from trials.source_row import SourceRow
+from trials.verdicts import JUDGES, k3
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+STORE = DOCS / "evidence"
+ROW = re.compile(r"^\| (P\d+) \| (.*) \| (.*) \| (.*) \|$", re.MULTILINE)
+
+
+def make_page(rows: Sequence[SourceRow]) -> str:
+    """Return the text of docs/evidence.md, with its tables made of what is stored."""
+    results = read_archive(STORE / "outcomes.jsonl.gz")
+    stored = json.loads((STORE / "rows.json").read_text())
+    tables = {name: make(results) for name, make in TABLES_OF_PAGE.items()}
+    tables["rows"] = "\n".join(
+        describe_row(row, stored[str(row.number)]) for row in sorted(rows, key=lambda row: row.number)
+    )
+    text = Path(__file__).with_name("page.md").read_text("utf-8")
+    return re.sub(r"^\{(\w+)\}$", lambda place: tables[place[1]], text, flags=re.MULTILINE)
+
+
+def write_figures(results: Results, folder: Path) -> None:
+    """Write the figures of all grids into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, plot in FIGURES.items():
+        save(plot(results), folder / f"{name}.svg")
+
+
+def list_predictions(results: Results) -> str:
+    """The table of predictions, with what was measured; those without runs are left out."""
+    lines = ["| | claim | expected here | measured | verdict |", "|---|---|---|---|---|"]
+    for name, claim, _, expected in ROW.findall((STORE / "preregistered.md").read_text("utf-8")):
+        try:
+            measured, verdict = JUDGES[name](results)
+        except NotRunError as error:
+            measured, verdict = f"not run: {error}", "–"
+        lines.append(f"| {name} | {claim} | {expected} | {measured} | {verdict} |")
+    return "\n".join(lines)
+
+
+def list_calibration(results: Results) -> str:
+    """Final rewards of the calibration."""
+    [grid] = TABLES["grids"]["calibration"]
+    lines = ["| gap | " + " | ".join(f"{lr:g}" for lr in grid["lr"]) + " |", "|---" * (1 + len(grid["lr"])) + "|"]
+    for gap in grid["gap"]:
+        cells = [results.runs("pg_is", "none", gap=gap, lr=lr) for lr in grid["lr"]]
+        lines.append(
+            f"| {gap} | "
+            + " | ".join(list_finals({s: r for s, r in runs.items() if s >= 100}) for runs in cells)
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+def list_finals(runs: Runs) -> str:
+    """Each run's final reward; † is a collapse."""
+    return ", ".join(f"{run.final:.2f}{'†' if run.has_collapsed else ''}" for run in runs.values()) or "–"
+
+
+def list_arms(results: Results) -> str:
+    """Median final reward, range and collapses of all arms and replays."""
+    lines = ["| arm | " + " | ".join(REPLAYS.values()) + " |", "|---" * 4 + "|"]
+    for arm in TABLES["grids"]["trust_regions"][0]["arms"]:
+        lines.append(
+            f"| {ARMS[arm]['label']} | " + " | ".join(sum_up(results.runs(arm, replay)) for replay in REPLAYS) + " |"
+        )
+    return "\n".join(lines)
+
+
+def sum_up(runs: Runs) -> str:
+    """Median final reward [range], and collapses."""
+    usual = {seed: run for seed, run in runs.items() if seed < 100}
+    if not usual:
+        return "–"
+    finals = [run.final for run in usual.values()]
+    return f"{median(finals):.2f} [{min(finals):.2f}, {max(finals):.2f}], {count_collapsed(usual).partition(' [')[0]}†"
+
+
+def list_gaps(results: Results) -> str:
+    """k3, flips and final rewards of MiniRL (C = 5) by gap and replay."""
+    lines = ["| gap | replay | k3 | flips | final reward |", "|---" * 5 + "|"]
+    for gap in GAPS:
+        for replay, label in REPLAYS.items():
+            if runs := results.runs("minirl_c5", replay, gap=gap):
+                flips = median(run.average("flip") for run in runs.values())
+                divergence = median(map(k3, runs.values()))
+                lines.append(f"| {gap} | {label} | {divergence:.1e} | {flips:.1%} | {sum_up(runs)} |")
+    return "\n".join(lines)
+
+
+def list_cells(cells: dict[str, tuple[str, str, dict[str, Any]]]) -> Callable[[Results], str]:
+    """A table of cells: median final reward, entropy of the last steps, k3, last held-out score."""
+
+    def make(results: Results) -> str:
+        lines = ["| | final reward | entropy, last ten steps | k3 | held-out score at the end |", "|---" * 5 + "|"]
+        for label, (arm, replay, axes) in cells.items():
+            if runs := results.runs(arm, replay, **axes):
+                values = (
+                    median(map(last_entropy, runs.values())),
+                    median(map(k3, runs.values())),
+                    median(map(last_score, runs.values())),
+                )
+                lines.append(f"| {label} | {sum_up(runs)} | {values[0]:.2f} | {values[1]:.1e} | {values[2]:.2f} |")
+        return "\n".join(lines)
+
+    return make
+
+
+def last_entropy(run: Outcome) -> float:
+    """Mean entropy of the last ten steps that ran."""
+    return sum(run.series["entropy"][-10:]) / len(run.series["entropy"][-10:])
+
+
+def last_score(run: Outcome) -> float:
+    """The last held-out score."""
+    return run.scores[-1]
+
+
+STALENESS = {
+    f"N = {n}, {label}": (arm, replay, {"updates": n})
+    for n in (2, 4, 8)
+    for label, arm, replay in (
+        ("no mask, no replay", "no_clip", "none"), ("no mask, R2", "no_clip", "r2"), ("no replay", "minirl_c5", "none"),
+        ("R2", "minirl_c5", "r2"), ("R3", "minirl_c5", "r3"),
+    )
+}  # fmt: skip
+ON_POLICY = {
+    f"{ARMS[arm]['label']}, {REPLAYS[replay]}": (arm, replay, {"updates": 1})
+    for arm in ("minirl_c5", "length_norm", "no_is")
+    for replay in ("none", "r3")
+}
+COLD_STARTS = {
+    f"{length} supervised steps": ("minirl_c5", "r2", {"updates": 2, "steps": 80, "cold_start": length})
+    for length in (280, 320, 420)
+}
+TABLES_OF_PAGE: dict[str, Callable[[Results], str]] = {
+    "predictions": list_predictions, "calibration": list_calibration, "arms": list_arms, "gaps": list_gaps,
+    "staleness": list_cells(STALENESS), "on_policy": list_cells(ON_POLICY), "cold_starts": list_cells(COLD_STARTS),
+}  # fmt: skip
+
+
+def describe_row(row: SourceRow, data: dict[str, Any]) -> str:
+    """The part of the page about one of the smaller experiments."""
+    kind = "Exact." if row.is_exact else "A direction."
+    command = f"`python tools/evidence.py row {row.number}`"
+    picture = f"![{row.title}](evidence/row{row.number}.svg)"
+    conclusion = f"{kind} {row.conclude(data)} Again: {command}."
+    return f"### {row.number}. {row.title}\n\n{row.claim}\n\n{picture}\n\n{conclusion}\n"
