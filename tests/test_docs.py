@@ -21,8 +21,9 @@ from megarl.commands import COMMANDS
 from megarl.files.hf_config import FAMILIES, LACKING
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = [ROOT / "docs" / name for name in ("", "api", "evidence")]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "api").glob("*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(path for folder in FOLDERS for path in folder.glob("*.md"))]
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 

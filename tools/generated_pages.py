@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {
     "config.md": "config_doc.py",
+    "evidence.md": "evidence.py page",
     "families.md": "families.py --only",
     "health.md": "health_doc.py",
     "neighbours.md": "resolve_beside.py --page",
@@ -29,6 +30,8 @@ PAGES = {
 """Page, and the tool that writes it to the path behind --out."""
 MEASURED = {
     "benchmarks.md": "make bench: an hour of a machine for itself, and SGLang",
+    "evidence/outcomes.jsonl.gz": "tools/evidence.py run DIR --profile night, and gather DIR: two hours",
+    "evidence/rows.json": "tools/evidence.py row: ten minutes",
     "minirl_question.md": "tools/minirl_question.py: hours; its tables are copied by hand",
     "quickstart.png": "tools/readme_picture.py: a run of the quickstart",
     "replay_loops.md": "tools/replay_matrix.py --loops --out docs/replay_loops.md: 15 minutes",

@@ -107,10 +107,11 @@ evidence.train_grids(Path({folder!r}), ["tiny"])
 @pytest.mark.gate
 def test_runs_replay_the_noisy_routes_and_finished_runs_stay(tmp_path: Path) -> None:
     script = SCRIPT.format(tools=str(ROOT / "tools"), root=str(ROOT), folder=str(tmp_path))
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == ""  # the second call had nothing to train
+    options: dict = {"capture_output": True, "text": True, "timeout": 600, "cwd": tmp_path}
+    first_call, second_call = (subprocess.run([sys.executable, "-c", script], **options) for _ in range(2))
+    assert first_call.returncode == second_call.returncode == 0, first_call.stderr + second_call.stderr
+    assert first_call.stdout.count("minirl.") == 3
+    assert second_call.stdout == ""  # nothing was left to train
     outcomes = {o.cell.replay: o for o in (from_line(p.read_text()) for p in (tmp_path / "outcomes").glob("*.seed*"))}
     assert all(outcome.code == 0 and len(outcome.scores) == 1 for outcome in outcomes.values())
     [first] = {tuple(outcome.rewards) for outcome in outcomes.values()}  # one seed: the same responses

@@ -74,7 +74,7 @@ def plot_calibration(results: Results) -> Figure:
     figure = make_figure(8, 2.6)
     for axes, gap in zip(figure.subplots(1, len(grid["gap"]), sharey=True), grid["gap"], strict=True):
         for place, lr in enumerate(grid["lr"]):
-            mark_runs(axes, place, results.runs("pg_is", "none", gap=gap, lr=lr), COLORS["none"])
+            mark_runs(axes, place, results.runs("pg_is", "none", calibrates=True, gap=gap, lr=lr), COLORS["none"])
         axes.set_xticks(range(len(grid["lr"])), [f"{lr:g}" for lr in grid["lr"]])
         tidy(axes, GAPS[gap].replace("\n", " "), "learning rate", "final reward" if gap == "none" else "")
         axes.set_ylim(-0.03, 1)

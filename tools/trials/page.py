@@ -57,12 +57,8 @@ def list_calibration(results: Results) -> str:
     [grid] = TABLES["grids"]["calibration"]
     lines = ["| gap | " + " | ".join(f"{lr:g}" for lr in grid["lr"]) + " |", "|---" * (1 + len(grid["lr"])) + "|"]
     for gap in grid["gap"]:
-        cells = [results.runs("pg_is", "none", gap=gap, lr=lr) for lr in grid["lr"]]
-        lines.append(
-            f"| {gap} | "
-            + " | ".join(list_finals({s: r for s, r in runs.items() if s >= 100}) for runs in cells)
-            + " |"
-        )
+        cells = [results.runs("pg_is", "none", calibrates=True, gap=gap, lr=lr) for lr in grid["lr"]]
+        lines.append(f"| {gap} | {' | '.join(map(list_finals, cells))} |")
     return "\n".join(lines)
 
 
@@ -83,11 +79,10 @@ def list_arms(results: Results) -> str:
 
 def sum_up(runs: Runs) -> str:
     """Median final reward [range], and collapses."""
-    usual = {seed: run for seed, run in runs.items() if seed < 100}
-    if not usual:
+    if not runs:
         return "–"
-    finals = [run.final for run in usual.values()]
-    return f"{median(finals):.2f} [{min(finals):.2f}, {max(finals):.2f}], {count_collapsed(usual).partition(' [')[0]}†"
+    finals = [run.final for run in runs.values()]
+    return f"{median(finals):.2f} [{min(finals):.2f}, {max(finals):.2f}], {count_collapsed(runs).partition(' [')[0]}†"
 
 
 def list_gaps(results: Results) -> str:

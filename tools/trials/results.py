@@ -10,6 +10,8 @@ from typing import Any
 from trials.grids import SETTING, Cell
 from trials.outcomes import Difference, Outcome, bound_share, compare_pairs, from_line, to_line
 
+CALIBRATION = 100
+"""First seed of the grid of that name."""
 Runs = dict[int, Outcome]
 """Seed -> outcome."""
 
@@ -26,10 +28,14 @@ class Results:
         for outcome in sorted(outcomes, key=lambda outcome: outcome.seed):
             self._cells.setdefault(outcome.cell, {})[outcome.seed] = outcome
 
-    def runs(self, arm: str, replay: str, **axes: Any) -> Runs:
-        """The runs of a cell; axes: those that differ from the usual setting. Empty if none has run."""
+    def runs(self, arm: str, replay: str, *, calibrates: bool = False, **axes: Any) -> Runs:
+        """The runs of a cell; axes: those that differ from the usual setting. Empty if none has run.
+
+        calibrates: the seeds of the calibration, in place of all others.
+        """
         setting = {axis: SETTING[axis] for axis in ("gap", "updates", "lr", "steps", "cold_start")}
-        return self._cells.get(Cell(arm, replay, **setting | axes), {})
+        runs = self._cells.get(Cell(arm, replay, **setting | axes), {})
+        return {seed: run for seed, run in runs.items() if (seed >= CALIBRATION) == calibrates}
 
     def require(self, arm: str, replay: str, seeds: int = 6, **axes: Any) -> Runs:
         """As ``runs``; NotRunError with fewer seeds."""
