@@ -262,8 +262,9 @@ def draw_windows(figure: Figure, data: Data) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     middles = [math.sqrt(max(low, 1) * high) for low, high in pairwise(EDGES)]
     for index, name in enumerate(WINDOWS):
-        plot_spans(left, middles, data["by_position"][name], index, name)
-        plot_spans(right, SIGMAS, data["overall"][name], index, name)
+        shift = 1.05 ** (index - 1)  # bars beside each other
+        plot_spans(left, [place * shift for place in middles], data["by_position"][name], index, name)
+        plot_spans(right, [sigma * shift for sigma in SIGMAS], data["overall"][name], index, name)
     left.set(xscale="log", xlabel="position t (tool tokens not counted)", ylabel="share of tokens without gradient")
     right.set(xscale="log", xlabel="sd of a token's log-ratio (dotted: CTPO's fit)", xticks=SIGMAS)
     right.set_xticks([], minor=True)
@@ -292,8 +293,8 @@ def conclude_windows(data: Data) -> str:
     return (
         f"Of the first {EDGES[1]} tokens and of those beyond token {EDGES[-2]}, windows drop {'; '.join(early_late)}; "
         f"over all positions the fixed one drops {100 * low:+.0f} to {100 * high:+.0f} points more than the printed. "
-        f"The source's shares (20 %, 5 to 10 %) are within all intervals {drifts} (of {', '.join(map(str, SIGMAS))}); for its "
-        f"fit of {SIGMAS[REPORTED]:g}, normal log-ratios without a trend would already give {data['implied']:.0%}."
+        f"The source's shares (20 %, 5 to 10 %) are within all intervals {drifts} (of {', '.join(map(str, SIGMAS))}); "
+        f"normal log-ratios with its fit, {SIGMAS[REPORTED]:g}, and no trend would already give {data['implied']:.0%}."
     )
 
 
