@@ -23,7 +23,8 @@ from trials.source_row import Data, SourceRow
 from megarl.core.choices.parts import Scope
 
 ROWS = {row.number: row for row in credit_rows.ROWS}
-FEW: dict[str, Any] = {"NUM_PROBLEMS": 4, "NUM_BANDITS": 8}
+FEW: dict[str, Any] = {"NUM_PROBLEMS": 4, "NUM_BANDITS": 8, "STALENESS": (1, 2, 4)}
+FEW["SHOWN"] = ((2, 300.0), (4, 300.0), (4, 1000.0))
 SCOPES: tuple[Scope, ...] = ("token", "sequence_mean", "prefix", "future_mean")
 
 
@@ -33,7 +34,7 @@ def measured() -> dict[int, Data]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in FEW.items():
             patch.setattr(credit_rows, name, value)
-        patch.setattr(chain_problem, "RESPONSES_PER_UPDATE", 4)
+        patch.setattr(chain_problem, "NUM_UPDATES", 4)
         return {number: json.loads(json.dumps(row.measure())) for number, row in ROWS.items()}
 
 
@@ -41,7 +42,8 @@ def measured() -> dict[int, Data]:
 def test_each_row_has_a_picture_and_a_sentence(
     row: SourceRow, measured: dict[int, Data], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(credit_rows, "NUM_PROBLEMS", FEW["NUM_PROBLEMS"])
+    for name, value in FEW.items():
+        monkeypatch.setattr(credit_rows, name, value)
     figure = Figure(figsize=(7, 3.2))
     row.draw(figure, measured[row.number])
     assert all(axes.has_data() for axes in figure.axes)

@@ -26,6 +26,13 @@ ROWS = {row.number: row for row in ratio_rows.ROWS}
 FEW: dict[str, Any] = {"NUM_MODELS": 1, "NUM_SEEDS": 2, "NUM_RESPONSES": 300, "DRIFT_SEEDS": 2}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _leave_groups() -> None:
+    """Other files of a process may keep Megatron's groups; the tiny trainer joins its own."""
+    if "megarl.megatron.distributed" in sys.modules:
+        sys.modules["megarl.megatron.distributed"].shutdown()
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[int, Data]:
     """The data of each row from few seeds, as they come back from JSON."""
