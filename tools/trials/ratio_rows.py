@@ -92,13 +92,11 @@ def conclude_replay(data: Data) -> str:
         begin = (
             "the first mini-batch unaltered, routes and log-probabilities to the bit"
             if is_same
-            else f"no mini-batch unaltered: in the first, log-probabilities move by up to {first[0][0]:.2g} to "
-            f"{first[0][2]:.2g}"
+            else f"no mini-batch unaltered (in the first, {first[0][0]:.2g} to {first[0][2]:.2g})"
         )
-        sentences.append(
-            f"{mode.upper()} leaves {begin}; in later ones log-probabilities move by up to {least:.2g} to {most:.2g}."
-        )
-    return f"In {NUM_MODELS} of {NUM_MODELS} models: " + " ".join(sentences)
+        later_ones = f"in later ones, the largest change of a log-probability is {least:.2g} to {most:.2g}"
+        sentences.append(f"{mode.upper()} leaves {begin}; {later_ones}.")
+    return f"Over {NUM_MODELS} models: " + " ".join(sentences)
 
 
 # Row 13: log-ratios of independent tokens, N(-sigma^2 / 2, sigma^2), so that each ratio has mean 1.
