@@ -13,7 +13,7 @@ from trials.figures import FIGURES, GAPS, REPLAYS, save
 from trials.grids import ARMS, TABLES
 from trials.outcomes import Outcome
 from trials.results import NotRunError, Results, Runs, count_collapsed, read_archive
-from trials.source_row import SourceRow
+from trials.rows.source_row import SourceRow
 from trials.verdicts import JUDGES, k3
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

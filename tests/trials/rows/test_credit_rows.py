@@ -15,10 +15,10 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from trials import chain_problem, credit_rows, prompt_bandit, stopping_problem
-from trials.source_row import Data, SourceRow
+from trials import chain_problem, credit_rows, allocation_bandit, stopping_problem
+from trials.rows.source_row import Data, SourceRow
 
 from megarl.core.choices.parts import Scope
 
@@ -200,7 +200,7 @@ def test_the_gradients_of_right_responses_are_those_of_finite_differences() -> N
         return -math.log1p(math.exp(-logit)) + logits[kind] - math.log(np.exp(logits).sum())
 
     styles = np.exp(levels) / np.exp(levels).sum(1, keepdims=True)
-    gradients = prompt_bandit.accepted_gradients(1 / (1 + np.exp(-bias)), styles, outcome, style)
+    gradients = allocation_bandit.accepted_gradients(1 / (1 + np.exp(-bias)), styles, outcome, style)
     for prompt, kind in itertools.product(range(2), range(4)):
         steps = 1e-6 * np.eye(16)
         slopes = [(log_chance(s, prompt, kind) - log_chance(-s, prompt, kind)) / 2e-6 for s in steps]
@@ -209,7 +209,7 @@ def test_the_gradients_of_right_responses_are_those_of_finite_differences() -> N
 
 def test_the_error_is_that_of_all_possible_samples() -> None:
     """Three prompts with 1, 2 and 0 samples: each sample is wrong, or right in one of four styles."""
-    bandit, counts = prompt_bandit.make_bandit(5, 3, 0.5), np.array([1, 2, 0])
+    bandit, counts = allocation_bandit.make_bandit(5, 3, 0.5), np.array([1, 2, 0])
     whole, expected = bandit.means.sum(0), 0.0
     owners = np.repeat(np.arange(3), counts)
     for outcomes in itertools.product(range(-1, 4), repeat=len(owners)):
@@ -220,18 +220,18 @@ def test_the_error_is_that_of_all_possible_samples() -> None:
             if kind >= 0:
                 estimate += bandit.gradients[prompt, kind] / (counts[prompt] * rate)
         expected += chance * float(((estimate - whole) ** 2).sum())
-    assert prompt_bandit.gradient_error(bandit, counts) == pytest.approx(expected)
+    assert allocation_bandit.gradient_error(bandit, counts) == pytest.approx(expected)
 
 
 def test_estimates_of_many_samples_are_the_exact_rates_and_norms() -> None:
-    bandit = prompt_bandit.make_bandit(1, 4, 0.8)
-    rates, norms = prompt_bandit.estimate(bandit, 40_000, np.random.default_rng(0))
+    bandit = allocation_bandit.make_bandit(1, 4, 0.8)
+    rates, norms = allocation_bandit.estimate(bandit, 40_000, np.random.default_rng(0))
     assert rates == pytest.approx(bandit.rates, abs=0.01)
     assert norms == pytest.approx(bandit.norms, rel=0.05)
 
 
 def test_the_numbers_of_samples_follow_their_laws() -> None:
-    bandit = prompt_bandit.make_bandit(0, credit_rows.NUM_PROMPTS, 0.8)
+    bandit = allocation_bandit.make_bandit(0, credit_rows.NUM_PROMPTS, 0.8)
     counts = credit_rows.allocations(bandit, 0)
     total = credit_rows.TOTAL
     weights = bandit.norms / np.sqrt(bandit.rates + 1e-3 / bandit.rates)

@@ -25,9 +25,9 @@ from variance_law import variance_law
 from megarl.core.metrics import Stat
 from megarl.core.objectives import OBJECTIVES, Mask, coefficients
 from megarl.core.ratios import aggregate
-from trials.replay_effects import NUM_MINI_BATCHES, replay_effects
-from trials.source_row import Data, SourceRow
-from trials.tool_episodes import NUM_EPISODES, make_episodes
+from trials.rows.replay_effects import NUM_MINI_BATCHES, replay_effects
+from trials.rows.source_row import Data, SourceRow
+from trials.rows.tool_episodes import NUM_EPISODES, make_episodes
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """Of Okabe and Ito: they differ for all kinds of colour vision."""
