@@ -8,7 +8,7 @@ the start, pass rates follow the mixture of ``fit_mixture``: like those of a pub
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -174,10 +174,12 @@ class Recipe:
 
 @dataclass(slots=True)
 class Course:
-    """What a training run was after each of S steps; the first three also before the first step [S + 1]."""
+    """What a training run was after each of S steps; the first three also before the first step, [S + 1]."""
 
+    pass_rates: list[np.ndarray] = field(default_factory=list)
+    """Exact, float64 [P] each."""
     accuracy: list[float] = field(default_factory=list)
-    """Exact mean pass rate over all prompts."""
+    """Their mean."""
     entropy: list[float] = field(default_factory=list)
     """Exact mean entropy over all prompts."""
     drawn: list[int] = field(default_factory=list)
@@ -193,7 +195,8 @@ class Course:
     """``sum (n - mean n) (r - mean r) / sum n`` over prompts, with r of a prompt's n samples: the gap of the two."""
 
     def measure(self, bandit: PromptBandit) -> None:
-        self.accuracy.append(float(bandit.pass_rates().mean()))
+        self.pass_rates.append(bandit.pass_rates())
+        self.accuracy.append(float(self.pass_rates[-1].mean()))
         self.entropy.append(bandit.entropy())
 
     def count(self, selection: Selection) -> None:
@@ -286,17 +289,3 @@ def advantages_of_step(recipe: Recipe, selection: Selection) -> torch.Tensor:
         return advantages_of(recipe.objective, selection.rewards, selection.prompts)
     advantages, weights = assign(recipe.credit, selection)
     return torch.from_numpy(advantages * weights)
-
-
-def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """Return the median and the narrowest pair of order statistics that holds the true median with ``level``.
-
-    Free of assumptions on the distribution: the pair of ranks r and n + 1 - r has the coverage ``1 - 2 P(X < r)`` with
-    X from Binomial(n, 1/2). The extremes if ``level`` is out of reach.
-    """
-    ordered = sorted(values)
-    size, rank, missing = len(ordered), 0, 2 * 0.5 ** len(ordered)
-    while rank + 1 < (size + 1) // 2 and 1 - (missing + 2 * math.comb(size, rank + 1) * 0.5**size) >= level:
-        rank += 1
-        missing += 2 * math.comb(size, rank) * 0.5**size
-    return float(np.median(ordered)), ordered[rank], ordered[size - 1 - rank]

@@ -8,7 +8,6 @@ all rules. Intervals are order statistics that hold the median over seeds with a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -18,27 +17,13 @@ from megarl.core.advantages import group_mean, grpo
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, pass_tiers
 from megarl.core.sampling.allocation import allocate_by_weights, budget_weights
-from trials.prompt_bandit import PUBLISHED_PASS_AT_K, PromptBandit, Recipe, fit_mixture, median_interval, train
+from trials.intervals import compare, describe, median_interval
+from trials.prompt_bandit import PUBLISHED_PASS_AT_K, PromptBandit, Recipe, fit_mixture, train
 from trials.source_row import Data, SourceRow
 
 SEEDS = range(10)
 BLUE, ORANGE, GREEN, RED, GRAY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777"
-"""Of Okabe and Ito: also colour-blind readers can tell them apart."""
-
-
-def describe(interval: Sequence[float], digits: int = 2, unit: str = "", signed: bool = False) -> str:
-    """Return ``median unit (low to high)`` of a ``median_interval`` [3]."""
-    middle, low, high = (f"{value:{'+' if signed else ''}.{digits}f}" for value in interval)
-    return f"{middle}{unit} ({low} to {high})"
-
-
-def compare(name: str, base: str, interval: Sequence[float]) -> str:
-    """Return a sentence part on a difference in percentage points [3]: above, below, or not told apart."""
-    _, low, high = interval
-    if low > 0 or high < 0:
-        return f"{name} is {'above' if low > 0 else 'below'} {base} by {describe([*map(abs, interval)], 1, ' points')}"
-    return f"{name} and {base} are not told apart, {describe(interval, 1, ' points', signed=True)}"
-
+"""Of the palette of Okabe and Ito, which colour-blind readers can tell apart."""
 
 # Row 5: share of mixed groups over a run
 
@@ -81,8 +66,8 @@ def conclude_mixed_shares(data: Data) -> str:
     crossing = f"; it is below 30 % from step {steps.min()} to {steps.max()} on" if steps.size else ""
     cost = describe(list(data["samples_per_prompt"].values())[1], 1)
     return (
-        f"With four samples per prompt, mixed groups fall from {describe(first, 0, ' %')} of the first {WINDOW} steps to "
-        f"{describe(last, 0, ' %')} of the last{crossing}. Ada-Seq-Balance falls too, and ends "
+        f"With four samples per prompt, mixed groups fall from {describe(first, 0, ' %')} of the first {WINDOW} steps "
+        f"to {describe(last, 0, ' %')} of the last{crossing}. Ada-Seq-Balance falls too, and ends "
         f"{describe(ratio, 1, ' times')} as high, for {cost} samples per prompt: the drop shows, the source's level "
         "depends on its data."
     )

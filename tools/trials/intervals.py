@@ -1,0 +1,53 @@
+"""Intervals of a few independent seeds, and the words for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """Return the median and the narrowest pair of order statistics that holds the true median with ``level``.
+
+    Free of assumptions on the distribution: the pair of ranks r and n + 1 - r has the coverage ``1 - 2 P(X < r)`` with
+    X from Binomial(n, 1/2). The extremes if ``level`` is out of reach.
+    """
+    ordered = sorted(values)
+    size, rank, missing = len(ordered), 0, 2 * 0.5 ** len(ordered)
+    while rank + 1 < (size + 1) // 2 and 1 - (missing + 2 * math.comb(size, rank + 1) * 0.5**size) >= level:
+        rank += 1
+        missing += 2 * math.comb(size, rank) * 0.5**size
+    return float(np.median(ordered)), ordered[rank], ordered[size - 1 - rank]
+
+
+def first_reach(curve: Sequence[float], positions: Sequence[float], level: float) -> float:
+    """Return where a curve [S] first reaches ``level``, interpolated between positions [S].
+
+    ValueError if the curve stays below.
+    """
+    reached = np.flatnonzero(np.asarray(curve) >= level)
+    if not reached.size:
+        raise ValueError(f"a curve that ends at {curve[-1]} never reaches {level}")
+    after = int(reached[0])
+    if after == 0:
+        return float(positions[0])
+    share = (level - curve[after - 1]) / (curve[after] - curve[after - 1])
+    return float(positions[after - 1] + share * (positions[after] - positions[after - 1]))
+
+
+def describe(interval: Sequence[float], digits: int = 2, unit: str = "", signed: bool = False) -> str:
+    """Return ``median unit (low to high)`` of a ``median_interval`` [3]."""
+    middle, low, high = (f"{value:{'+' if signed else ''}.{digits}f}" for value in interval)
+    return f"{middle}{unit} ({low} to {high})"
+
+
+def compare(name: str, base: str, interval: Sequence[float]) -> str:
+    """Return a sentence part on a difference in percentage points [3]: above, below, or not told apart."""
+    middle, low, high = interval
+    if low > 0:
+        return f"{name} is above {base} by {describe(interval, 1, ' points')}"
+    if high < 0:
+        return f"{name} is below {base} by {describe((-middle, -high, -low), 1, ' points')}"
+    return f"{name} and {base} are not told apart, {describe(interval, 1, ' points', signed=True)}"
