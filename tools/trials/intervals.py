@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
+
+Interval = tuple[float, float, float]
+"""Middle, low, high."""
 
 
-def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+def median_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     """Return the median and the narrowest pair of order statistics that holds the true median with ``level``.
 
     Free of assumptions on the distribution: the pair of ranks r and n + 1 - r has the coverage ``1 - 2 P(X < r)`` with
@@ -43,11 +47,10 @@ def describe(interval: Sequence[float], digits: int = 2, unit: str = "", signed:
     return f"{middle}{unit} ({low} to {high})"
 
 
-def compare(name: str, base: str, interval: Sequence[float]) -> str:
-    """Return a sentence part on a difference in percentage points [3]: above, below, or not told apart."""
-    middle, low, high = interval
-    if low > 0:
-        return f"{name} is above {base} by {describe(interval, 1, ' points')}"
-    if high < 0:
-        return f"{name} is below {base} by {describe((-middle, -high, -low), 1, ' points')}"
-    return f"{name} and {base} are not told apart, {describe(interval, 1, ' points', signed=True)}"
+def plot_intervals(
+    axes: Axes, intervals: Sequence[Sequence[float]], rows: np.ndarray, *, color: str, label: str
+) -> None:
+    """Plot one horizontal error bar per ``median_interval`` [B][3], at heights ``rows`` [B]."""
+    middles, lows, highs = np.array(intervals).T
+    errors = [middles - lows, highs - middles]
+    axes.errorbar(middles, rows, xerr=errors, fmt="o", color=color, markersize=4, capsize=2, label=label)

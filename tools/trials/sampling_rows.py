@@ -17,7 +17,7 @@ from megarl.core.advantages import group_mean, grpo
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, pass_tiers
 from megarl.core.sampling.allocation import allocate_by_weights, budget_weights
-from trials.intervals import compare, describe, median_interval
+from trials.intervals import Interval, describe, median_interval, plot_intervals
 from trials.prompt_bandit import PUBLISHED_PASS_AT_K, PromptBandit, Recipe, fit_mixture, train
 from trials.source_row import Data, SourceRow
 
@@ -62,14 +62,12 @@ def conclude_mixed_shares(data: Data) -> str:
     uniform, balance = (np.array(by_seed) for by_seed in data["shares"].values())
     first, last = (100 * np.array(median_interval(uniform[:, window])) for window in (0, -1))
     ratio = median_interval(balance[:, -1] / uniform[:, -1])
-    steps = np.argmax(uniform < 0.3, axis=1)[(uniform < 0.3).any(1)] * WINDOW
-    crossing = f"; it is below 30 % from step {steps.min()} to {steps.max()} on" if steps.size else ""
     cost = describe(list(data["samples_per_prompt"].values())[1], 1)
+    trend = "falls" if first[1] > last[2] else "goes"
     return (
-        f"With four samples per prompt, mixed groups fall from {describe(first, 0, ' %')} of the first {WINDOW} steps "
-        f"to {describe(last, 0, ' %')} of the last{crossing}. Ada-Seq-Balance falls too, and ends "
-        f"{describe(ratio, 1, ' times')} as high, for {cost} samples per prompt: the drop shows, the source's level "
-        "depends on its data."
+        f"With four samples per prompt, the share of mixed groups {trend} from {describe(first, 0, ' %')} in the first "
+        f"{WINDOW} steps to {describe(last, 0, ' %')} in the last; the source's 30 % depends on its data. With "
+        f"Ada-Seq-Balance it ends {describe(ratio, 1, ' times')} as high, at {cost} samples per prompt."
     )
 
 
@@ -89,7 +87,7 @@ def measure_tiers() -> Data:
     ends = np.cumsum(TIERS)
     return {
         "mixture": {"unsolvable": mixture.unsolvable, "a": mixture.a, "b": mixture.b},
-        "pass_at_k": {str(k): mixture.pass_at_k(k) for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)},
+        "pass_at_k": {str(k): mixture.pass_at_k(k) for k in sorted({round(2 ** (i / 4)) for i in range(41)})},
         "cost": {
             "as in the post: solved only": float(newly @ TIERS),
             "megarl's tiers": float(by_rule),
@@ -150,20 +148,20 @@ SHARE_ARMS = (
     Recipe("1/p, 1 trained", 16, share_samples("inverse:1", 4, 4), "dapo", Credit()),
 )
 """n_sample, n_grad: n_grad is a weight of the gradient, or the number of samples that train (4 of each prompt)."""
-SHARE_STEPS, LAST = 100, 20
+SHARE_STEPS, LAST, SHARE_RATES = 100, 20, (0.03, 0.06)
 
 
 def measure_shares() -> Data:
-    """Return by arm and seed: exact final accuracy, and two mean rewards of the last steps; and an identity's error."""
-    arms: Data = {}
+    """Return by learning rate, arm and seed: exact final accuracy, two mean rewards of the last steps; and the error
+    of an identity."""
+    arms: Data = {str(learning_rate): {} for learning_rate in SHARE_RATES}
     worst = 0.0
-    for recipe in SHARE_ARMS:
-        courses = [train(PromptBandit.make(seed), recipe, SHARE_STEPS, seed) for seed in SEEDS]
-        gaps = [np.subtract(course.batch_reward, course.prompt_reward) for course in courses]
-        worst = max(
-            worst, *(float(abs(gap - course.covariance).max()) for gap, course in zip(gaps, courses, strict=True))
-        )
-        arms[recipe.name] = {
+    for learning_rate, recipe in itertools.product(SHARE_RATES, SHARE_ARMS):
+        courses = [train(PromptBandit.make(seed), recipe, SHARE_STEPS, seed, learning_rate) for seed in SEEDS]
+        for course in courses:
+            gap = np.subtract(course.batch_reward, course.prompt_reward)
+            worst = max(worst, float(abs(gap - course.covariance).max()))
+        arms[str(learning_rate)][recipe.name] = {
             "accuracy": [course.accuracy[-1] for course in courses],
             "prompt_reward": [float(np.mean(course.prompt_reward[-LAST:])) for course in courses],
             "batch_reward": [float(np.mean(course.batch_reward[-LAST:])) for course in courses],
@@ -171,38 +169,47 @@ def measure_shares() -> Data:
     return {"arms": arms, "identity_error": worst}
 
 
+def differ(arms: Data, name: str, base: str) -> Interval:
+    """Return the paired difference of final accuracy of two arms, in points [3]."""
+    return median_interval(100 * np.subtract(arms[name]["accuracy"], arms[base]["accuracy"]))
+
+
 def draw_shares(figure: Figure, data: Data) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
-    names = list(data["arms"])
+    names = list(data["arms"][str(SHARE_RATES[0])])
     rows = np.arange(len(names))
-    for axes, keys in ((left, ("accuracy",)), (right, ("prompt_reward", "batch_reward"))):
-        for key, color, marker in zip(keys, (BLUE, ORANGE), "os", strict=False):
-            middles, lows, highs = np.array([median_interval(data["arms"][name][key]) for name in names]).T
-            label = {"prompt_reward": "mean over prompts", "batch_reward": "mean over samples"}.get(key)
-            errors = [middles - lows, highs - middles]
-            axes.errorbar(middles, rows, xerr=errors, fmt=marker, color=color, markersize=4, capsize=2, label=label)
-    left.set(yticks=rows, yticklabels=names, xlabel="exact accuracy at the end")
+    for (learning_rate, arms), color, shift in zip(data["arms"].items(), (BLUE, GREEN), (-0.12, 0.12), strict=True):
+        intervals = [differ(arms, name, names[0]) for name in names]
+        label = f"learning rate {learning_rate}"
+        plot_intervals(left, intervals, rows + shift, color=color, label=label)
+    for key, color, label in (("prompt_reward", BLUE, "over prompts"), ("batch_reward", ORANGE, "over samples")):
+        arms = data["arms"][str(SHARE_RATES[0])]
+        plot_intervals(right, [median_interval(arms[name][key]) for name in names], rows, color=color, label=label)
+    left.axvline(0, color=GRAY, linewidth=1)
+    left.set(yticks=rows, yticklabels=names, xlabel="accuracy, points above 1, 1", ylabel="n_sample, n_grad")
     left.invert_yaxis()
-    left.set_title("n_sample, n_grad", fontsize=9, loc="left")
-    right.set_xlabel(f"reward of the last {LAST} steps")
+    right.set_xlabel(f"mean reward of the last {LAST} steps")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside upper left", ncols=2)
     figure.legend(*right.get_legend_handles_labels(), fontsize=8, loc="outside upper right", ncols=2)
 
 
 def conclude_shares(data: Data) -> str:
-    arms = data["arms"]
-
-    def differ(name: str, base: str, key: str) -> tuple[float, float, float]:
-        return median_interval(100 * np.subtract(arms[name][key], arms[base][key]))
-
-    weight = compare("1/p, 1", "the hybrid 1/√p, 1/√p", differ("1/p, 1 weight", "1/√p, 1/√p weight", "accuracy"))
-    count = compare("1/p, 1", "1/√p, 1/√p", differ("1/p, 1 trained", "1/√p, 1/√p trained", "accuracy"))
-    gap = np.subtract(arms["1/p, 1 weight"]["batch_reward"], arms["1/p, 1 weight"]["prompt_reward"])
+    by_reading = {
+        reading: [differ(arms, f"1/p, 1 {reading}", f"1/√p, 1/√p {reading}") for arms in data["arms"].values()]
+        for reading in ("weight", "trained")
+    }
+    weight, trained = (
+        " and ".join(describe(interval, 1, signed=True) for interval in intervals) for intervals in by_reading.values()
+    )
+    wins = any(low > 0 for intervals in by_reading.values() for _, low, _ in intervals)
+    arm = data["arms"][str(SHARE_RATES[0])]["1/p, 1 weight"]
+    gap = median_interval(100 * np.subtract(arm["batch_reward"], arm["prompt_reward"]))
     return (
-        f"In exact accuracy at equal samples drawn, with n_grad as a weight {weight}; with n_grad as the number of "
-        f"trained samples {count}. The mean reward over samples of 1/p, 1 is "
-        f"{describe(median_interval(100 * gap), 1, ' points', signed=True)} from its mean over prompts, by exactly the "
-        f"covariance of count and reward (error {data['identity_error']:.0e}), so a curve of batch rewards cannot "
-        "settle the dispute."
+        f"At learning rates {' and '.join(data['arms'])}, 1/p, 1 is {weight} points from 1/√p, 1/√p with n_grad as a "
+        f"weight, and {trained} with n_grad as the number of trained samples: the post's order "
+        f"{'shows in part' if wins else 'does not show'}. Curves of batch reward cannot tell, because the mean over "
+        f"samples of 1/p, 1 is {describe(gap, 1, ' points', signed=True)} from its mean over prompts, exactly the "
+        f"covariance of count and reward (error {data['identity_error']:.0e})."
     )
 
 
