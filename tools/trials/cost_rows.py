@@ -168,8 +168,8 @@ def conclude_step_times(data: Data) -> str:
     return (
         f"With n = 4, Pos draws {pos:.2f} and Bal {bal:.2f} times GRPO's samples ({late[0]} and {late[1]} after "
         f"{TIMED_STEPS[-1]} steps of GRPO) and trains as many, so a post's 'no extra forward passes' is wrong. A step "
-        f"takes {times[0]} forward pass and {times[1]} (15 of 102 s in the update); the source's order shows, its 2.2 and "
-        f"2.8 need {passes[0]:.1f} and {passes[1]:.1f}."
+        f"takes {times[0]} forward pass and {times[1]} (15 of 102 s in the update); the source's order shows, and its "
+        f"2.2 and 2.8 need {passes[0]:.1f} and {passes[1]:.1f}."
     )
 
 
