@@ -23,12 +23,13 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     """Make every training run a few steps long."""
     for module in (sampling_rows, budget_rows, cost_rows):
         patch.setattr(module, "SEEDS", range(2))
-    for name, value in {"NUM_STEPS": 4, "WINDOW": 2, "SHARE_STEPS": 3, "LAST": 2, "SHARE_RATES": (0.3,)}.items():
+    for name, value in {"NUM_STEPS": 4, "WINDOW": 2, "SHARE_STEPS": 3, "LAST": 2, "SHARE_RATES": (0.3, 0.4)}.items():
         patch.setattr(sampling_rows, name, value)
-    small = {"GROUP_SAMPLES": 1280, "GROUP_RATES": (0.3,), "TARGET": 0.4, "EQUAL_STEPS": 2, "EQUAL_RATES": (0.3,)}
+    small = {"GROUP_SAMPLES": 1280, "GROUP_RATES": (0.3,), "TARGET": 0.4, "EQUAL_STEPS": 2, "EQUAL_RATES": (0.3, 0.4)}
     for name, value in (small | {"FRONTIER_STEPS": 5, "FRONTIER_RATE": 0.3, "LEVEL": 0.4}).items():
         patch.setattr(budget_rows, name, value)
-    for name, value in {"TIMED_STEPS": (0, 2), "HALVES": (8, 16), "CHECK_RATES": (0.1, 0.5)}.items():
+    small = {"TIMED_STEPS": (0, 2), "HALVES": (8, 16), "CHECK_RATES": (0.1, 0.5), "GRID_SIZE": 3, "NUM_POINTS": 4}
+    for name, value in small.items():
         patch.setattr(cost_rows, name, value)
 
 
@@ -88,7 +89,6 @@ def test_counts_and_credit_of_the_hybrid_make_the_weight_of_one_over_p():
     hybrid = budget_weights(rates, "ada_est", sampling_rows.RATE_EPS) / np.sqrt(rates + sampling_rows.RATE_EPS)
     np.testing.assert_allclose(hybrid, budget_weights(rates, "inverse:1", sampling_rows.RATE_EPS), rtol=1e-12)
     assert sampling_rows.BY_ROOT.scale == "root_rate"
-    assert sampling_rows.BY_RATE.scale == "rate"
 
 
 def test_shares_of_samples_add_up_and_follow_the_rates():

@@ -98,7 +98,7 @@ def conclude_group_sizes(data: Data) -> str:
 
 # Row 10: rules at equal trained samples
 
-EQUAL_STEPS, EQUAL_RATES = 100, (0.03, 0.06)
+EQUAL_STEPS, EQUAL_RATES = 80, (0.03, 0.06)
 EQUAL_ARMS = (
     Recipe("n4", 32, lambda rates: Uniform(4)),
     Recipe("n8", 16, lambda rates: Uniform(8)),

@@ -21,16 +21,18 @@ from trials.source_row import Data, SourceRow
 # Row 9: variance-reduced log p against Balance, clip 256
 
 CLIP, HALVES = 256, (8, 16, 32, 64, 128)
+GRID_SIZE, NUM_POINTS = 33, 40
+"""Pass rates of the curve, and of means over the mixture."""
 CHECKED, CHECK_RATES, CHECK_SIZE = 16, (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95), 2000
 
 
 def measure_clipped_costs() -> Data:
     """Return E[n] of Balance over p by law and simulation, and costs of both rules over the mixture of pass rates."""
     rule = ada_seq_balance(2 * CHECKED, round_size=1, max_samples=CLIP)
-    grid = np.linspace(0.02, 0.98, 49)
+    grid = np.linspace(0.02, 0.98, GRID_SIZE)
     simulated = [simulate_balance(rate, CHECKED, CHECK_SIZE, seed) for seed, rate in enumerate(CHECK_RATES)]
     intervals = [mean_interval(counts) for counts in simulated]
-    rates, weights = fit_mixture().points(60)
+    rates, weights = fit_mixture().points(NUM_POINTS)
     drawn = {}
     for half in HALVES:
         balance = ada_seq_balance(2 * half, max_samples=CLIP)
