@@ -159,11 +159,14 @@ def conclude_equal_training(data: Data) -> str:
     def show(name: str, base: str) -> str:
         return " and ".join(describe(gain(arms, name, base), 1, signed=True) for arms in data["arms"].values())
 
-    parts = [f"{name} {show(name, 'n4')}" for name in ("n8", "Pos", "Bal", "Est")]
+    names = ("n8", "Pos", "Bal", "Est")
+    parts = [f"{name} {show(name, 'n4')}" for name in names]
+    above = [name for name in names if all(gain(arms, name)[1] > 0 for arms in data["arms"].values())]
     cost = " and ".join(describe(count_drawn(arms, "Bal"), 1) for arms in data["arms"].values())
     return (
         f"At equal trained samples and learning rates {' and '.join(data['arms'])}, points of accuracy over n4: "
-        f"{'; '.join(parts)}; n8 that trains twice as much {show('n8, trains twice', 'n4')}. Bal draws {cost} times "
+        f"{'; '.join(parts)}; n8 that trains twice as much {show('n8, trains twice', 'n4')}. Above n4 in the source "
+        f"are all four, here {' and '.join(above) or 'none'}. Bal draws {cost} times "
         f"n4's samples, and is {show('Bal', '16, train 4')} points from training on a balanced 4 of 16."
     )
 
@@ -245,9 +248,9 @@ def draw_frontiers(figure: Figure, data: Data) -> None:
 
 def conclude_frontiers(data: Data) -> str:
     arms = list(data["arms"].values())
-    pairs = (arms[:2], arms[2:])
-    costs = " and ".join(describe(compare_costs(*pair, MEASURED_COSTS["1.5B"])) for pair in pairs)
-    equal = " and ".join(describe(find_equal_cost(*pair)) for pair in pairs)
+    pairs = ((arms[0], arms[1]), (arms[2], arms[3]))
+    costs = " and ".join(describe(compare_costs(grpo, balance, MEASURED_COSTS["1.5B"])) for grpo, balance in pairs)
+    equal = " and ".join(describe(find_equal_cost(grpo, balance)) for grpo, balance in pairs)
     gaps = [median_interval(reach_level(balance)["entropy"] - reach_level(grpo)["entropy"]) for grpo, balance in pairs]
     entropy = " and ".join(describe(gap, 3, signed=True) for gap in gaps)
     differs = all(low > 0 for _, low, _ in gaps)

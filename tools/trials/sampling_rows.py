@@ -209,8 +209,8 @@ def conclude_shares(data: Data) -> str:
     return (
         f"At learning rates {' and '.join(data['arms'])}, 1/p, 1 is {weight} points from 1/√p, 1/√p with n_grad as a "
         f"weight, and {trained} with n_grad as the number of trained samples: the post's order "
-        f"{'shows in part' if wins else 'does not show'}. Above uniform samples without weights is "
-        f"{', '.join(above) or 'no arm'}. Curves of batch reward cannot tell, because the mean over "
+        f"{'shows in part' if wins else 'does not show'}. {', '.join(above) or 'No arm'} is above "
+        f"uniform samples without weights. Curves of batch reward cannot tell, because the mean over "
         f"samples of 1/p, 1 is {describe(gap, 1, ' points', signed=True)} from its mean over prompts, exactly the "
         f"covariance of count and reward (error {data['identity_error']:.0e})."
     )
