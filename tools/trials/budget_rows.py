@@ -160,13 +160,13 @@ def conclude_equal_training(data: Data) -> str:
         return " and ".join(describe(gain(arms, name, base), 1, signed=True) for arms in data["arms"].values())
 
     names = ("n8", "Pos", "Bal", "Est")
-    parts = [f"{name} {show(name, 'n4')}" for name in names]
-    above = [name for name in names if all(gain(arms, name)[1] > 0 for arms in data["arms"].values())]
+    gains = [f"{name} {show(name, 'n4')}" for name in names]
+    better = [name for name in names if all(gain(arms, name)[1] > 0 for arms in data["arms"].values())]
     cost = " and ".join(describe(count_drawn(arms, "Bal"), 1) for arms in data["arms"].values())
     return (
         f"At equal trained samples and learning rates {' and '.join(data['arms'])}, points of accuracy over n4: "
-        f"{'; '.join(parts)}; n8 that trains twice as much {show('n8, trains twice', 'n4')}. Above n4 in the source "
-        f"are all four, here {' and '.join(above) or 'none'}. Bal draws {cost} times "
+        f"{'; '.join(gains)}; n8 that trains twice as much {show('n8, trains twice', 'n4')}. Above n4 in the source "
+        f"are all four, here {' and '.join(better) or 'none'}. Bal draws {cost} times "
         f"n4's samples, and is {show('Bal', '16, train 4')} points from training on a balanced 4 of 16."
     )
 

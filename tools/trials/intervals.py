@@ -34,11 +34,11 @@ def first_reach(curve: Sequence[float], positions: Sequence[float], level: float
     reached = np.flatnonzero(np.asarray(curve) >= level)
     if not reached.size:
         raise ValueError(f"a curve that ends at {curve[-1]} never reaches {level}")
-    after = int(reached[0])
-    if after == 0:
+    place = int(reached[0])
+    if place == 0:
         return float(positions[0])
-    share = (level - curve[after - 1]) / (curve[after] - curve[after - 1])
-    return float(positions[after - 1] + share * (positions[after] - positions[after - 1]))
+    share = (level - curve[place - 1]) / (curve[place] - curve[place - 1])
+    return float(positions[place - 1] + share * (positions[place] - positions[place - 1]))
 
 
 def describe(interval: Sequence[float], digits: int = 2, unit: str = "", signed: bool = False) -> str:

@@ -201,9 +201,9 @@ class Course:
 
     def count(self, selection: Selection) -> None:
         """Record the samples of a step."""
-        _, asked, judged, positives = selection.drawn
+        _, num_asked, judged, positives = selection.drawn
         shares = positives / judged
-        self.drawn.append((self.drawn[-1] if self.drawn else 0) + int(asked.sum()))
+        self.drawn.append((self.drawn[-1] if self.drawn else 0) + int(num_asked.sum()))
         self.trained.append((self.trained[-1] if self.trained else 0) + len(selection.prompts))
         self.mixed.append(share_of_mixed(selection))
         self.batch_reward.append(float(positives.sum() / judged.sum()))
@@ -234,8 +234,8 @@ def train(
         generator = np.random.default_rng([seed, 1, step])
         prompts = generator.permutation(size)[: recipe.num_prompts]
         answers, selection = draw_step(bandit, recipe, prompts, estimates.rates(prompts), generator)
-        numbers, asked, _, positives = selection.drawn
-        estimates.update(prompts[numbers], asked, positives)
+        numbers, num_asked, _, positives = selection.drawn
+        estimates.update(prompts[numbers], num_asked, positives)
         loss = -objective_value(bandit, recipe, selection, prompts, answers)
         optimizer.zero_grad()
         loss.backward()
@@ -253,10 +253,10 @@ def draw_step(
     prompts: int64 [B]; rates: estimated pass rates [B], for rules that divide a budget.
     """
     rule = recipe.make_rule(rates)
-    most = max(getattr(rule, "counts", ()) or [getattr(rule, "max_samples", 0), getattr(rule, "num_samples", 0)])
+    num_ahead = max(getattr(rule, "counts", ()) or [getattr(rule, "max_samples", 0), getattr(rule, "num_samples", 0)])
     with torch.no_grad():
         cumulative = bandit.log_policy(prompts).exp().numpy().cumsum(1)
-    uniforms = generator.random((most, len(prompts))).T
+    uniforms = generator.random((num_ahead, len(prompts))).T
     answers = (uniforms[:, :, None] > cumulative[:, None, :-1]).sum(2)
     rewards = np.take_along_axis(bandit.is_right[prompts], answers, 1).astype(float).tolist()
     by_key: dict[tuple[int, int], float | None] = {
@@ -276,9 +276,9 @@ def objective_value(
     log_policy = bandit.log_policy(prompts)
     logprobs = log_policy[torch.from_numpy(rows), torch.from_numpy(answers[rows, selection.samples])]
     constant = logprobs.detach()
-    everywhere = torch.ones(len(rows), dtype=torch.bool)
+    loss_mask = torch.ones(len(rows), dtype=torch.bool)
     columns = TokenColumns(
-        constant, constant, constant, advantages_of_step(recipe, selection), everywhere, torch.arange(len(rows) + 1)
+        constant, constant, constant, advantages_of_step(recipe, selection), loss_mask, torch.arange(len(rows) + 1)
     )
     return (coefficients(OBJECTIVES[recipe.objective], columns).values * logprobs).sum()
 

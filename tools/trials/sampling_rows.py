@@ -202,14 +202,14 @@ def conclude_shares(data: Data) -> str:
         " and ".join(describe(interval, 1, signed=True) for interval in intervals) for intervals in by_reading.values()
     )
     names = [recipe.name for recipe in SHARE_ARMS[1:]]
-    above = [name for name in names if any(differ(arms, name, "1, 1")[1] > 0 for arms in data["arms"].values())]
+    better = [name for name in names if any(differ(arms, name, "1, 1")[1] > 0 for arms in data["arms"].values())]
     wins = any(low > 0 for intervals in by_reading.values() for _, low, _ in intervals)
     arm = data["arms"][str(SHARE_RATES[0])]["1/p, 1 weight"]
     gap = median_interval(100 * np.subtract(arm["batch_reward"], arm["prompt_reward"]))
     return (
         f"At learning rates {' and '.join(data['arms'])}, 1/p, 1 is {weight} points from 1/√p, 1/√p with n_grad as a "
         f"weight, and {trained} with n_grad as the number of trained samples: the post's order "
-        f"{'shows in part' if wins else 'does not show'}. {', '.join(above) or 'No arm'} is above "
+        f"{'shows in part' if wins else 'does not show'}. {', '.join(better) or 'No arm'} is above "
         f"uniform samples without weights. Curves of batch reward cannot tell, because the mean over "
         f"samples of 1/p, 1 is {describe(gap, 1, ' points', signed=True)} from its mean over prompts, exactly the "
         f"covariance of count and reward (error {data['identity_error']:.0e})."
