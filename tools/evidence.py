@@ -23,13 +23,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trials import figures, outcomes, page, testbed
+from trials import figures, outcomes, page, rows, testbed
 from trials.grids import TABLES, Cell, runs_of
 from trials.results import read_folder, write_archive
 
 from megarl.files.writing import write_atomically
-
-ROWS = ()
 
 
 def train_grids(folder: Path, grids: list[str]) -> None:
@@ -98,7 +96,7 @@ def measure_rows(numbers: list[int]) -> None:
     """Measure the smaller experiments, store their data, and draw them; all without numbers."""
     path = page.STORE / "rows.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
-    for row in ROWS:
+    for row in rows.ALL:
         if not numbers or row.number in numbers:
             stored[str(row.number)] = data = json.loads(json.dumps(row.measure()))
             figure = figures.make_figure(7, 3.2)
@@ -120,9 +118,7 @@ def read_words() -> argparse.Namespace:
             command.add_argument("--profile", choices=TABLES["profiles"], default="headline")
             command.add_argument("--grid", choices=TABLES["grids"], action="append", help="instead of a profile")
             command.add_argument("--workers", type=int, default=2)
-    commands.add_parser("row").add_argument(
-        "numbers", type=int, nargs="*", choices=[row.number for row in ROWS] or None
-    )
+    commands.add_parser("row").add_argument("numbers", type=int, nargs="*", choices=[row.number for row in rows.ALL])
     commands.add_parser("page").add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -144,7 +140,7 @@ def main() -> None:
         case "row":
             measure_rows(args.numbers)
         case "page":
-            args.out.write_text(page.make_page(ROWS), "utf-8")
+            args.out.write_text(page.make_page(rows.ALL), "utf-8")
 
 
 def report(folder: Path) -> None:

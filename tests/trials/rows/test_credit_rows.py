@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from trials import chain_problem, credit_rows, allocation_bandit, stopping_problem
+from trials.rows import allocation_bandit, chain_problem, credit_rows, stopping_problem
 from trials.rows.source_row import Data, SourceRow
 
 from megarl.core.choices.parts import Scope

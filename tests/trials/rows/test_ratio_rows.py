@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from trials import ratio_rows, replay_effects, tool_episodes
+from trials.rows import ratio_rows, replay_effects, tool_episodes
 from trials.rows.source_row import Data, SourceRow
 
 from megarl.core.objectives import TokenColumns, coefficients

@@ -20,8 +20,8 @@ from megarl.core.choices.parts import Scope
 from megarl.core.objectives import OBJECTIVES, Objective
 from megarl.core.sampling import allocate, gvm_allocate
 from megarl.core.sampling.allocation import allocate_by_weights
-from trials.rows.chain_problem import train
 from trials.rows.allocation_bandit import PromptBandit, estimate, gradient_error, make_bandit
+from trials.rows.chain_problem import train
 from trials.rows.ratio_rows import COLORS, MARKERS, plot_spans, span
 from trials.rows.source_row import Data, SourceRow
 from trials.rows.stopping_problem import FORMS, bias_of_gradient

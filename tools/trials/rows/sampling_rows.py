@@ -17,9 +17,9 @@ from megarl.core.advantages import group_mean, grpo
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, pass_tiers
 from megarl.core.sampling.allocation import allocate_by_weights, budget_weights
-from trials.intervals import Interval, describe, median_interval, plot_intervals
-from trials.prompt_bandit import PUBLISHED_PASS_AT_K, PromptBandit, Recipe, fit_mixture, train
-from trials.source_row import Data, SourceRow
+from trials.rows.intervals import Interval, describe, median_interval, plot_intervals
+from trials.rows.prompt_bandit import PUBLISHED_PASS_AT_K, PromptBandit, Recipe, fit_mixture, train
+from trials.rows.source_row import Data, SourceRow
 
 SEEDS = range(10)
 BLUE, ORANGE, GREEN, RED, GRAY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777"

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from trials import budget_rows
-from trials.source_row import Data
+from trials.rows import budget_rows
+from trials.rows.source_row import Data
 
 
 def rise(num_steps: int, slope: float) -> list[float]:

@@ -9,10 +9,10 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from trials import budget_rows, cost_rows, sampling_rows
-from trials.source_row import Data
+from trials.rows import budget_rows, cost_rows, sampling_rows
+from trials.rows.source_row import Data
 
 from megarl.core.sampling.allocation import budget_weights
 

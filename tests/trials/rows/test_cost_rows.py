@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from trials import cost_rows
-from trials.prompt_bandit import fit_mixture
+from trials.rows import cost_rows
+from trials.rows.prompt_bandit import fit_mixture
 
 from megarl.core.sampling import expected_samples
 
