@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from trials import verdicts
 from trials.grids import SETTING, Cell
-from trials.outcomes import Outcome, bound_share, compare_pairs, cover_median, from_line, to_line
+from trials.intervals import bound_share, compare_pairs, cover_median
+from trials.outcomes import Outcome, from_line, to_line
 from trials.results import Results, count_collapsed, read_archive, write_archive
 
 
@@ -105,7 +106,7 @@ def test_verdicts_follow_the_intervals() -> None:
     assert count_collapsed(worse.runs("minirl_c5", "r3")).startswith("6 of 6 [61%")
     assert verdicts.JUDGES["P4"](better)[1] == "as expected"
     assert (
-        verdicts.JUDGES["P4"](results_of({("minirl_c5", "none"): [0.1, 0.1, 0.5, 0.5, 0.5, 0.5]}))[1]
+        verdicts.JUDGES["P4"](results_of({("minirl_c5", "none"): [0.1, 0.1, 0.1, 0.5, 0.5, 0.5]}))[1]
         == "not as expected"
     )
 

@@ -13,7 +13,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from trials.grids import ARMS, TABLES
-from trials.outcomes import Outcome, compare_pairs
+from trials.intervals import compare_pairs
+from trials.outcomes import Outcome
 from trials.results import Results, Runs
 
 COLORS = {"none": "#8a8a8a", "r2": "#d98200", "r3": "#0b6fb8", "extra": "#b02a5b", "further": "#2c8f5a"}
@@ -94,6 +95,22 @@ def plot_trust_regions(results: Results) -> Figure:
     axes.tick_params(axis="x", labelsize=7.5)
     tidy(axes, "router noise 0.3, 4 updates per step; bars: medians, crosses: collapsed runs", "", "final reward")
     axes.legend(ncols=3, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))
+    return figure
+
+
+def plot_core(results: Results) -> Figure:
+    """Final rewards of the second round, without replay and with R3: a line for each seed."""
+    arms = ("pg_is", "minirl_c5", "minirl", "grpo_mu")
+    figure = make_figure(8, 2.8)
+    for axes, arm in zip(figure.subplots(1, len(arms), sharey=True), arms, strict=True):
+        cells = [results.second_round().runs(arm, replay) for replay in ("none", "r3")]
+        for seed in cells[0].keys() & cells[1].keys():
+            axes.plot([0, 1], [runs[seed].final for runs in cells], color="#c8ccd2", lw=0.8, zorder=0)
+        for place, (replay, runs) in enumerate(zip(("none", "r3"), cells, strict=True)):
+            mark_runs(axes, place, runs, COLORS[replay], MARKERS[replay])
+        axes.set_xticks((0, 1), ("no replay", "R3"))
+        axes.set_xlim(-0.4, 1.4)
+        tidy(axes, ARMS[arm]["label"], "", "final reward" if arm == arms[0] else "")
     return figure
 
 
@@ -252,6 +269,8 @@ def plot_cold_starts(results: Results) -> Figure:
 
 
 FIGURES = {
-    "calibration": plot_calibration, "trust_regions": plot_trust_regions, "anchors": plot_anchors,
-    "staleness": plot_staleness, "on_policy": plot_on_policy, "gaps": plot_gaps, "cold_starts": plot_cold_starts,
+    "calibration": plot_calibration, "trust_regions": plot_trust_regions, "anchors": plot_anchors, "core": plot_core,
+    "staleness": lambda results: plot_staleness(results.second_round()),
+    "on_policy": lambda results: plot_on_policy(results.second_round()),
+    "gaps": lambda results: plot_gaps(results.second_round()), "cold_starts": plot_cold_starts,
 }  # fmt: skip

@@ -1,13 +1,11 @@
-"""What the metrics of a run say, and intervals over runs."""
+"""What the metrics of a run say."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import comb, sqrt
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from megarl.run.metrics_log import iterate_metrics
@@ -87,46 +85,3 @@ def from_line(line: str) -> Outcome:
     """Read a line of JSON."""
     table = json.loads(line)
     return Outcome(**table | {"cell": Cell(**table["cell"])})
-
-
-def bound_share(count: int, total: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share."""
-    z = 1.959964
-    center, spread = count + z * z / 2, z * sqrt(count * (total - count) / total + z * z / 4)
-    return max(center - spread, 0.0) / (total + z * z), min(center + spread, total + z * z) / (total + z * z)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Paired differences over seeds, with an interval of their median that assumes no distribution.
-
-    ``[d_(k), d_(n+1-k)]`` covers the median with ``1 - 2 P[Binomial(n, 1/2) < k]``; k is the largest for at least 95 %,
-    or 1. Six pairs give [least, largest] with 96.9 %, five 93.8 %, three 75 %.
-    """
-
-    median: float
-    low: float
-    high: float
-    coverage: float
-    pairs: int
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the interval has at least 95 % and leaves 0 out."""
-        return self.coverage >= 0.95 and not self.low <= 0 <= self.high
-
-
-def compare_pairs(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Compare the values of equal seeds: first minus second."""
-    pairs = sorted(a - b for a, b in zip(first, second, strict=True))
-    n, best = len(pairs), (1, cover_median(len(pairs), 1))
-    for k in range(2, n // 2 + 1):
-        if (coverage := cover_median(n, k)) >= 0.95:
-            best = k, coverage
-    k, coverage = best
-    return Difference(median(pairs), pairs[k - 1], pairs[n - k], coverage, n)
-
-
-def cover_median(n: int, k: int) -> float:
-    """Return the chance that the k-th least and k-th largest of n values enclose the median."""
-    return 1 - 2 * sum(comb(n, i) for i in range(k)) / 2**n

@@ -14,7 +14,7 @@ from trials.grids import ARMS, TABLES
 from trials.outcomes import Outcome
 from trials.results import NotRunError, Results, Runs, count_collapsed, read_archive
 from trials.rows.source_row import SourceRow
-from trials.verdicts import JUDGES, k3
+from trials.verdicts import JUDGES, ROUNDS, k3
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 STORE = DOCS / "evidence"
@@ -41,14 +41,21 @@ def write_figures(results: Results, folder: Path) -> None:
 
 
 def list_predictions(results: Results) -> str:
-    """The table of predictions, with what was measured; those without runs are left out."""
-    lines = ["| | claim | expected here | measured | verdict |", "|---|---|---|---|---|"]
+    """The table of predictions with what was measured, by round; those without enough runs are named below it."""
+    lines = ["| | claim | expected here | round | measured | verdict |", "|---" * 6 + "|"]
+    missing = []
     for name, claim, _, expected in ROW.findall((STORE / "preregistered.md").read_text("utf-8")):
-        try:
-            measured, verdict = JUDGES[name](results)
-        except NotRunError as error:
-            measured, verdict = f"not run: {error}", "–"
-        lines.append(f"| {name} | {claim} | {expected} | {measured} | {verdict} |")
+        for number, of_round in enumerate((results, results.second_round()), start=1):
+            if name not in ROUNDS[number]:
+                continue
+            try:
+                measured, verdict = JUDGES[name](of_round)
+            except NotRunError:
+                missing.append(f"{name} of round {number}")
+            else:
+                lines.append(f"| {name} | {claim} | {expected} | {number} | {measured} | {verdict} |")
+    if missing:
+        lines += ["", f"Not judged, because too few seeds have run: {', '.join(missing)}."]
     return "\n".join(lines)
 
 
@@ -101,6 +108,7 @@ def list_cells(cells: dict[str, tuple[str, str, dict[str, Any]]]) -> Callable[[R
     """A table of cells: median final reward, entropy of the last steps, k3, last held-out score."""
 
     def make(results: Results) -> str:
+        results = results.second_round()
         lines = ["| | final reward | entropy, last ten steps | k3 | held-out score at the end |", "|---" * 5 + "|"]
         for label, (arm, replay, axes) in cells.items():
             if runs := results.runs(arm, replay, **axes):
@@ -125,6 +133,11 @@ def last_score(run: Outcome) -> float:
     return run.scores[-1]
 
 
+CORE = {
+    f"{ARMS[arm]['label']}, {REPLAYS[replay]}": (arm, replay, {})
+    for arm in ("pg_is", "minirl_c5", "minirl", "grpo_mu")
+    for replay in ("none", "r3")
+}
 STALENESS = {
     f"N = {n}, {label}": (arm, replay, {"updates": n})
     for n in (2, 4, 8)
@@ -143,8 +156,9 @@ COLD_STARTS = {
     for length in (280, 320, 420)
 }
 TABLES_OF_PAGE: dict[str, Callable[[Results], str]] = {
-    "predictions": list_predictions, "calibration": list_calibration, "arms": list_arms, "gaps": list_gaps,
-    "staleness": list_cells(STALENESS), "on_policy": list_cells(ON_POLICY), "cold_starts": list_cells(COLD_STARTS),
+    "predictions": list_predictions, "calibration": list_calibration, "arms": list_arms, "core": list_cells(CORE),
+    "gaps": lambda results: list_gaps(results.second_round()), "staleness": list_cells(STALENESS),
+    "on_policy": list_cells(ON_POLICY), "cold_starts": list_cells(COLD_STARTS),
 }  # fmt: skip
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trials.grids import SETTING, Cell
-from trials.outcomes import Difference, Outcome, bound_share, compare_pairs, from_line, to_line
+from trials.grids import AXES, SETTING, Cell
+from trials.intervals import Difference, bound_share, compare_pairs
+from trials.outcomes import Outcome, from_line, to_line
 
 CALIBRATION = 100
 """First seed of the grid of that name."""
@@ -23,19 +25,24 @@ class NotRunError(ValueError):
 class Results:
     """The outcomes of many runs."""
 
-    def __init__(self, outcomes: Iterable[Outcome]) -> None:
+    def __init__(self, outcomes: Iterable[Outcome], **setting: Any) -> None:
+        """setting: of the cells that are asked for, where it differs from the usual setting."""
         self._cells: dict[Cell, Runs] = {}
+        self._setting = {axis: SETTING[axis] for axis in AXES} | setting
         for outcome in sorted(outcomes, key=lambda outcome: outcome.seed):
             self._cells.setdefault(outcome.cell, {})[outcome.seed] = outcome
 
     def runs(self, arm: str, replay: str, *, calibrates: bool = False, **axes: Any) -> Runs:
-        """The runs of a cell; axes: those that differ from the usual setting. Empty if none has run.
+        """The runs of a cell; axes: those that differ from the setting. Empty if none has run.
 
         calibrates: the seeds of the calibration, in place of all others.
         """
-        setting = {axis: SETTING[axis] for axis in ("gap", "updates", "lr", "steps", "cold_start")}
-        runs = self._cells.get(Cell(arm, replay, **setting | axes), {})
+        runs = self._cells.get(Cell(arm, replay, **self._setting | axes), {})
         return {seed: run for seed, run in runs.items() if (seed >= CALIBRATION) == calibrates}
+
+    def second_round(self) -> Results:
+        """The same outcomes, of which those with longer cold starts are asked for."""
+        return Results(chain.from_iterable(runs.values() for runs in self._cells.values()), cold_start=420)
 
     def require(self, arm: str, replay: str, seeds: int = 6, **axes: Any) -> Runs:
         """As ``runs``; NotRunError with fewer seeds."""
@@ -47,6 +54,8 @@ class Results:
     def compare(self, first: Runs, second: Runs, value: Callable[[Outcome], float]) -> Difference:
         """Compare a value of the runs of two cells, over the seeds of both: first minus second."""
         seeds = first.keys() & second.keys()
+        if not seeds:
+            raise NotRunError("two cells have no seed in common")
         return compare_pairs([value(first[seed]) for seed in seeds], [value(second[seed]) for seed in seeds])
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from statistics import median
 
 from trials.figures import ANCHORS, GAPS
-from trials.outcomes import Difference, Outcome
-from trials.results import Results, Runs, count_collapsed
+from trials.intervals import Difference
+from trials.outcomes import Outcome
+from trials.results import NotRunError, Results, Runs, count_collapsed
 
 Verdict = tuple[str, str]
 """What was measured, and "shown", "not shown", "opposite" or "as expected" / "not as expected" for counts."""
@@ -38,8 +39,6 @@ def judge(difference: Difference, sign: int = 1) -> str:
 
 def compare(results: Results, first: Runs, second: Runs, what: str = "") -> str:
     """Words for a comparison of final rewards: what, difference, verdict."""
-    if not first.keys() & second.keys():
-        return f"{what} not run"
     difference = results.compare(first, second, final)
     return f"{what} {describe(difference)}: {judge(difference)}".strip()
 
@@ -48,10 +47,10 @@ def judge_gap(results: Results) -> Verdict:
     """P1."""
     words, verdicts = [], []
     for gap in list(GAPS)[1:]:
-        native = results.runs("minirl_c5", "none", gap=gap)
-        of_gap = [f"{gap.replace('_', ' ')}: {median(map(k3, native.values())):.1e}" if native else f"{gap}: not run"]
-        for replay in ("r3", "r2") if native else ():
-            runs = results.runs("minirl_c5", replay, gap=gap)
+        native = results.require("minirl_c5", "none", gap=gap)
+        of_gap = [f"{gap.replace('_', ' ')}: {median(map(k3, native.values())):.1e}"]
+        for replay in ("r3", "r2"):
+            runs = results.require("minirl_c5", replay, 3, gap=gap)
             seeds = runs.keys() & native.keys()
             factor = median([k3(runs[seed]) / k3(native[seed]) for seed in seeds])
             of_gap.append(f"times {factor:.2f} with {replay.upper()}")
@@ -65,7 +64,7 @@ def judge_gap(results: Results) -> Verdict:
 def judge_pg_is(results: Results) -> Verdict:
     """P2."""
     runs = results.require("pg_is", "none")
-    return f"{count_collapsed(runs)} collapsed", expect(count(runs) >= 5)
+    return f"{count_collapsed(runs)} collapsed", expect(share(runs) >= 0.75)
 
 
 def judge_rescue(results: Results) -> Verdict:
@@ -80,7 +79,7 @@ def judge_rescue(results: Results) -> Verdict:
 def judge_native(results: Results) -> Verdict:
     """P4."""
     runs = results.require("minirl_c5", "none")
-    return f"{count_collapsed(runs)} collapsed", expect(count(runs) <= 2)
+    return f"{count_collapsed(runs)} collapsed", expect(share(runs) <= 1 / 3)
 
 
 def judge_replay(replay: str) -> Callable[[Results], Verdict]:
@@ -97,7 +96,10 @@ def judge_anchors(replay: str) -> Callable[[Results], Verdict]:
     """P7 and P8."""
 
     def judge_differences(results: Results) -> Verdict:
-        pairs = {name: [results.runs(arm, replay) for arm in arms] for name, arms in ANCHORS.items()}
+        cells = {name: [results.runs(arm, replay) for arm in arms] for name, arms in ANCHORS.items()}
+        pairs = {name: pair for name, pair in cells.items() if all(pair)}
+        if not pairs:
+            raise NotRunError("no pair of arms has run")
         words = [compare(results, at_mu, at_old, name) for name, (at_mu, at_old) in pairs.items()]
         parts = [text.rpartition(": ") for text in words]
         counts = ", ".join(f"{name} {count(at_mu)} and {count(at_old)}" for name, (at_mu, at_old) in pairs.items())
@@ -134,9 +136,9 @@ def judge_others(results: Results) -> Verdict:
 def judge_mask(results: Results) -> Verdict:
     """P12."""
     cells = {"no mask": ("no_clip", "none"), "no mask, R2": ("no_clip", "r2"), "mask": ("minirl_c5", "none")}
-    runs = {name: results.require(*cell, updates=8) for name, cell in cells.items()}
+    runs = {name: results.require(*cell, 3 if cell[1] == "r2" else 6, updates=8) for name, cell in cells.items()}
     words = "; ".join(f"{name} {count_collapsed(of_cell)}" for name, of_cell in runs.items() if of_cell)
-    return f"N = 8, collapsed: {words}", expect(count(runs["no mask"]) >= 5 and count(runs["mask"]) <= 2)
+    return f"N = 8, collapsed: {words}", expect(share(runs["no mask"]) >= 0.75 and share(runs["mask"]) <= 1 / 3)
 
 
 def judge_crossover(results: Results) -> Verdict:
@@ -204,11 +206,20 @@ def count(runs: Runs) -> int:
     return sum(run.has_collapsed for run in runs.values())
 
 
+def share(runs: Runs) -> float:
+    """The share of collapsed runs."""
+    return count(runs) / len(runs)
+
+
 def expect(holds: bool) -> str:
     """Words for a prediction of counts."""
     return "as expected" if holds else "not as expected"
 
 
+ROUNDS = {1: ("P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10", "P11", "P17")}
+ROUNDS[2] = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P12", "P13", "P14", "P15", "P16")
+"""Round of runs -> the predictions that it judges."""
+ANCHORS_OF_ROUND = {1: ("window", "TV", "KL"), 2: ("window",)}
 JUDGES: dict[str, Callable[[Results], Verdict]] = {
     "P1": judge_gap, "P2": judge_pg_is, "P3": judge_rescue, "P4": judge_native, "P5": judge_replay("r3"),
     "P6": judge_replay("r2"), "P7": judge_anchors("none"), "P8": judge_anchors("r3"), "P9": judge_minimal,

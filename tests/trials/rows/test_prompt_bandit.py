@@ -11,8 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
+from trials.intervals import describe, first_reach, median_interval
 from trials.rows import prompt_bandit
-from trials.rows.intervals import describe, first_reach, median_interval
 from trials.rows.prompt_bandit import (
     PUBLISHED_PASS_AT_K,
     Course,

@@ -13,7 +13,7 @@ from simulate import stopping_law
 from megarl.core.choices.stopping import SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling import allocate, expected_samples
 from megarl.core.sampling.pass_at_k import mean_interval
-from trials.rows.intervals import describe, median_interval
+from trials.intervals import describe, median_interval
 from trials.rows.prompt_bandit import PromptBandit, Recipe, fit_mixture, train
 from trials.rows.sampling_rows import BLUE, GREEN, ORANGE, RED, SEEDS
 from trials.rows.source_row import Data, SourceRow

@@ -17,7 +17,7 @@ from megarl.core.advantages import group_mean, grpo
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, pass_tiers
 from megarl.core.sampling.allocation import allocate_by_weights, budget_weights
-from trials.rows.intervals import Interval, describe, median_interval, plot_intervals
+from trials.intervals import Interval, describe, median_interval, plot_intervals
 from trials.rows.prompt_bandit import PUBLISHED_PASS_AT_K, PromptBandit, Recipe, fit_mixture, train
 from trials.rows.source_row import Data, SourceRow
 
