@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trials import figures, outcomes, page, testbed
 from trials.grids import TABLES, Cell, runs_of
@@ -102,13 +103,23 @@ def measure_rows(numbers: list[int]) -> None:
     stored = json.loads(path.read_text()) if path.exists() else {}
     for row in rows.ALL:
         if not numbers or row.number in numbers:
-            stored[str(row.number)] = data = json.loads(json.dumps(row.measure()))
+            stored[str(row.number)] = data = shorten(row.measure())
             figure = figures.make_figure(7, 3.2)
             row.draw(figure, data)
             figures.save(figure, page.STORE / f"row{row.number}.svg")
             ordered = {key: stored[key] for key in sorted(stored, key=int)}
-            write_atomically(path, (json.dumps(ordered, indent=1) + "\n").encode())
+            lines = ",\n".join(f'"{key}": {json.dumps(value, separators=(",", ":"))}' for key, value in ordered.items())
+            write_atomically(path, f"{{\n{lines}\n}}\n".encode())
             print(f"{row.number}. {row.title}: {row.conclude(data)}", flush=True)
+
+
+def shorten(value: Any) -> Any:
+    """JSON values with floats of ten digits."""
+    if isinstance(value, float):
+        return float(f"{value:.10g}")
+    if isinstance(value, dict):
+        return {str(key): shorten(part) for key, part in value.items()}
+    return [shorten(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_words() -> argparse.Namespace:
