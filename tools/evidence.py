@@ -33,26 +33,40 @@ from megarl.files.writing import write_atomically
 
 def train_grids(folder: Path, grids: list[str]) -> None:
     """Train, one after another, the runs without an outcome that no other worker trains; first their cold starts."""
+    testbed.die_with_parent()
     testbed.warm_up()
-    runs = [run for run in runs_of(grids) if not outcome_path(folder, *run).exists()]
+    runs = [run for run in runs_of(grids) if not is_stored(folder, *run)]
     for waits in (False, True):
         for cold_start, seed in {(cell.cold_start, seed): None for cell, seed in runs}:
             with holding(folder / "claims" / f"start-{seed}-{cold_start}", waits) as is_mine:
                 if is_mine:
                     testbed.make_start(folder, seed, cold_start)
     for cell, seed in runs:
-        stored = outcome_path(folder, cell, seed)
         with holding(folder / "claims" / f"{cell.name}-{seed}") as is_mine:
-            if not is_mine or stored.exists():
-                continue
-            begun = time.monotonic()
-            code = testbed.train_cell(folder, cell, seed)
-            outcome = outcomes.read_outcome(folder / "runs" / cell.name / f"seed{seed}", cell, seed, code)
-            stored.parent.mkdir(exist_ok=True)
-            write_atomically(stored, outcomes.to_line(outcome).encode())
-            words = "collapsed" if outcome.has_collapsed else "stands"
-            seconds = time.monotonic() - begun
-            print(f"{cell.name} seed {seed}: {words}, last rewards {outcome.final:.2f} ({seconds:.0f} s)", flush=True)
+            if is_mine and not is_stored(folder, cell, seed):
+                train_run(folder, cell, seed)
+
+
+def train_run(folder: Path, cell: Cell, seed: int) -> None:
+    """Train one run, and store its outcome."""
+    begun, digest, path = time.monotonic(), testbed.fingerprint(cell, seed), outcome_path(folder, cell, seed)
+    testbed.train_cell(folder, cell, seed)
+    outcome = outcomes.read_outcome(folder / "runs" / cell.name / f"seed{seed}", cell, seed, digest)
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, outcomes.to_line(outcome).encode())
+    words = "collapsed" if outcome.has_collapsed else "stands"
+    seconds = time.monotonic() - begun
+    print(f"{cell.name} seed {seed}: {words}, last rewards {outcome.final:.2f} ({seconds:.0f} s)", flush=True)
+
+
+def is_stored(folder: Path, cell: Cell, seed: int) -> bool:
+    """Whether the outcome of a run is stored. SystemExit if it is of another testbed."""
+    path = outcome_path(folder, cell, seed)
+    if not path.exists():
+        return False
+    if outcomes.from_line(path.read_text()).digest != testbed.fingerprint(cell, seed):
+        raise SystemExit(f"{path} is of another testbed or grid: choose another folder, or remove this one")
+    return True
 
 
 def outcome_path(folder: Path, cell: Cell, seed: int) -> Path:
@@ -82,14 +96,16 @@ def run(folder: Path, grids: list[str], workers: int) -> None:
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
-        raise SystemExit("a worker broke off; what it had finished is stored: give the command again")
+        raise SystemExit("a worker broke off; what had finished is stored: give the command again")
+    if missing := [run for run in runs_of(grids) if not is_stored(folder, *run)]:
+        raise SystemExit(f"{len(missing)} runs are missing, because another process holds them: give the command again")
 
 
 def print_status(folder: Path) -> None:
     """Print how many runs of each grid are stored."""
     for grid in TABLES["grids"]:
         runs = runs_of([grid])
-        stored = sum(outcome_path(folder, cell, seed).exists() for cell, seed in runs)
+        stored = sum(is_stored(folder, cell, seed) for cell, seed in runs)
         print(f"{grid:14} {stored:4} of {len(runs)} runs")
 
 

@@ -3,45 +3,42 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from trials import verdicts
-from trials.grids import SETTING, Cell
+from trials import page, verdicts
+from trials.grids import make_cell
 from trials.intervals import bound_share, compare_pairs, cover_median
 from trials.outcomes import Outcome, from_line, to_line
-from trials.results import Results, count_collapsed, read_archive, write_archive
+from trials.results import NotRunError, Results, count_collapsed, read_archive, write_archive
 
 
-def make_run(rewards: list[float], seed: int = 0, code: int = 0, arm: str = "minirl_c5", **axes: object) -> Outcome:
-    cell = Cell(
-        arm,
-        **{"replay": "none", "gap": "strong_noise", "updates": 4, "lr": SETTING["lr"], "steps": 40, "cold_start": 320}
-        | axes,
-    )
-    return Outcome(cell, seed, code, {"reward": rewards, "k3": [0.1] * len(rewards)}, [0.5])
+def make_run(rewards: list[float], seed: int = 0, broke_off: bool = False, **axes: Any) -> Outcome:
+    cell = make_cell(**{"arm": "minirl_c5", "replay": "none"} | axes)
+    return Outcome(cell, seed, "digest", broke_off, {"reward": rewards, "k3": [0.1] * len(rewards)}, [0.5])
 
 
 @pytest.mark.parametrize(
-    ("rewards", "code", "has_collapsed"),
+    ("rewards", "broke_off", "has_collapsed"),
     [
-        ([0.4] * 40, 0, False),
-        ([0.4] * 30 + [0.2] * 10, 0, False),  # exactly half of the best ten
-        ([0.4] * 30 + [0.199] * 10, 0, True),
-        ([0.1, *[0.6] * 10, *[0.31] * 29], 0, False),
-        ([0.1, *[0.6] * 9, *[0.2] * 30], 0, True),
-        ([0.7, *[0.3] * 39], 0, True),  # below half of the first reward, and never better
-        ([0.59, *[0.3] * 39], 0, False),
-        ([0.4] * 40, 1, True),
-        ([0.4] * 35, 0, False),
+        ([0.4] * 40, False, False),
+        ([0.4] * 30 + [0.2] * 10, False, False),  # exactly half of the best quarter
+        ([0.4] * 30 + [0.199] * 10, False, True),
+        ([0.1, *[0.6] * 10, *[0.31] * 29], False, False),
+        ([0.1, *[0.6] * 9, *[0.2] * 30], False, True),
+        ([0.7, *[0.3] * 39], False, True),  # below half of the first reward, and never better
+        ([0.59, *[0.3] * 39], False, False),
+        ([0.4] * 15, True, True),
     ],
 )
-def test_a_collapse(rewards: list[float], code: int, has_collapsed: bool) -> None:
-    run = make_run(rewards, code=code)
+def test_a_collapse(rewards: list[float], broke_off: bool, has_collapsed: bool) -> None:
+    run = make_run(rewards, broke_off=broke_off)
     assert run.has_collapsed == has_collapsed
     assert len(run.rewards) == 40
 
@@ -86,29 +83,79 @@ def test_paired_differences() -> None:
     assert nine.coverage == pytest.approx(1 - 2 * 10 / 512)
 
 
-def results_of(finals: dict[tuple[str, str], list[float]]) -> Results:
+def results_of(finals: dict[tuple[str, str], list[float]], **axes: Any) -> Results:
     return Results(
-        make_run([0.5] * 30 + [value] * 10, seed, arm=arm, replay=replay)
+        make_run([0.5] * 30 + [value] * 10, seed, arm=arm, replay=replay, **axes)
         for (arm, replay), values in finals.items()
         for seed, value in enumerate(values)
     )
 
 
-def test_verdicts_follow_the_intervals() -> None:
-    better = results_of({("minirl_c5", "none"): [0.3] * 6, ("minirl_c5", "r3"): [0.31, 0.4, 0.5, 0.6, 0.7, 0.8]})
-    measured, verdict = verdicts.JUDGES["P5"](better)
-    assert verdict == "shown"
-    assert "+0.25 [+0.01, +0.50], 6 pairs" in measured
-    mixed = results_of({("minirl_c5", "none"): [0.3] * 6, ("minirl_c5", "r3"): [0.29, 0.4, 0.5, 0.6, 0.7, 0.8]})
-    assert verdicts.JUDGES["P5"](mixed)[1] == "not shown"
-    worse = results_of({("minirl_c5", "none"): [0.3] * 6, ("minirl_c5", "r3"): [0.1] * 6})
-    assert verdicts.JUDGES["P5"](worse)[1] == "opposite"
-    assert count_collapsed(worse.runs("minirl_c5", "r3")).startswith("6 of 6 [61%")
-    assert verdicts.JUDGES["P4"](better)[1] == "as expected"
-    assert (
-        verdicts.JUDGES["P4"](results_of({("minirl_c5", "none"): [0.1, 0.1, 0.1, 0.5, 0.5, 0.5]}))[1]
-        == "not as expected"
-    )
+BETTER, MIXED = [0.31, 0.4, 0.5, 0.6, 0.7, 0.8], [0.29, 0.4, 0.5, 0.6, 0.7, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("P5", ("minirl_c5", "r2"), ("minirl_c5", "none")),
+        ("P6", ("pg_is", "none"), ("uncorrected", "none")),
+        ("P7", ("minirl", "none"), ("pg_is", "none")),
+        ("P10", ("minimal", "none"), ("pg_is", "none")),
+        ("P11", ("minirl", "none"), ("minirl_c3", "none")),  # a cap of 3 harms
+    ],
+)
+def test_verdicts_follow_the_intervals(name: str, first: tuple[str, str], second: tuple[str, str]) -> None:
+    def verdict(values: list[float], others: list[float]) -> tuple[str, str]:
+        return verdicts.JUDGES[name](results_of({first: values, second: others}))
+
+    assert verdict(BETTER, [0.3] * 6) == ("+0.25 [+0.01, +0.50]", "shown")
+    assert verdict(MIXED, [0.3] * 6)[1] == "not shown"
+    assert verdict([0.3] * 6, BETTER)[1] == "opposite"
+    with pytest.raises(NotRunError):  # the seeds so far would have shown something
+        verdict(BETTER[:5], [0.3] * 6)
+
+
+def test_a_favoured_anchor_is_a_difference_of_differences() -> None:
+    arms = {
+        ("dppo_tv_mu", "none"): 0.5,
+        ("dppo_tv_old", "none"): 0.4,
+        ("grpo_mu", "none"): 0.5,
+        ("minirl", "none"): 0.4,
+    }
+    arms |= {("dppo_tv_mu", "r3"): 0.6, ("dppo_tv_old", "r3"): 0.59, ("grpo_mu", "r3"): 0.6, ("minirl", "r3"): 0.59}
+    results = results_of({cell: [value] * 6 for cell, value in arms.items()})
+    assert verdicts.JUDGES["P9"](results) == ("without minus with R3: +0.09 [+0.09, +0.09]", "shown")
+    assert verdicts.JUDGES["P8"](results)[1] == "window shown; TV shown"
+
+
+def test_the_crossover_turns_its_sign_at_two_updates() -> None:
+    runs = [
+        make_run([0.5] * (160 // n), seed, replay=replay, updates=n)
+        for n in (4, 8)
+        for replay in ("r2", "r3")
+        for seed in range(6)
+    ]
+    runs += [make_run([0.6] * 80, seed, replay="r2", updates=2) for seed in range(6)]
+    runs += [make_run([0.5] * 80, seed, replay="r3", updates=2) for seed in range(6)]
+    words, verdict = verdicts.JUDGES["P13"](Results(runs))
+    assert verdict == "N = 2 shown; N = 4 not shown; N = 8 not shown"
+    assert "N = 2 +0.10 [+0.10, +0.10]" in words
+
+
+def test_growth_compares_the_last_quarter_with_the_first_step() -> None:
+    run = make_run([0.5] * 40)
+    series = run.series | {"k3": [0.1] + [9.0] * 29 + [0.3] * 10}
+    assert replace(run, series=series).growth == pytest.approx(3)
+
+
+def test_every_prediction_has_a_judge() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "evidence" / "preregistered.md").read_text()
+    assert [name for name, *_ in page.ROW.findall(text)] == [*verdicts.JUDGES]
+
+
+def test_collapses_are_counted_with_an_interval() -> None:
+    runs = results_of({("minirl_c5", "r3"): [0.1] * 6}).runs("minirl_c5", "r3")
+    assert count_collapsed(runs) == "6 of 6 [61%, 100%]"
 
 
 def test_an_archive_has_every_outcome_and_the_same_bytes(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+import evidence
 from trials import grids, testbed
-from trials.grids import Cell
-from trials.outcomes import from_line
+from trials.grids import make_cell
+from trials.outcomes import Outcome, from_line, read_outcome, to_line
 
 from megarl.config.file import parse
 
@@ -77,9 +78,7 @@ def test_every_run_has_a_configuration_and_a_name_of_its_own(grid: str, tmp_path
 def test_arms_of_a_pair_differ_in_the_anchor_alone() -> None:
     for at_mu, at_old in (("grpo_mu", "minirl"), ("dppo_tv_mu", "dppo_tv_old"), ("dppo_kl_mu", "dppo_kl_old")):
         objectives = [
-            parse(
-                testbed.tables_of(Path(), Path("run"), Cell(arm, "r3", "none", 4, 1e-4, 40, 320), 0)
-            ).train.resolved_objective
+            parse(testbed.tables_of(Path(), Path("run"), make_cell(arm, "r3"), 0)).train.resolved_objective
             for arm in (at_mu, at_old)
         ]
         masks = [objective.masks[0] for objective in objectives]
@@ -97,7 +96,7 @@ from pathlib import Path
 import evidence
 from trials import grids
 grids.TABLES["grids"]["tiny"] = [
-    dict(arms=["minirl"], replays=["none", "r2", "r3"], gap="strong_noise", steps=1, cold_start=2, seeds=1)
+    dict(arms=["minirl"], replays=["none", "r2", "r3"], gap="strong_noise", budget=4, cold_start=2, seeds=1)
 ]
 evidence.train_grids(Path({folder!r}), ["tiny"])
 """
@@ -113,7 +112,7 @@ def test_runs_replay_the_noisy_routes_and_finished_runs_stay(tmp_path: Path) -> 
     assert first_call.stdout.count("minirl.") == 3
     assert second_call.stdout == ""  # nothing was left to train
     outcomes = {o.cell.replay: o for o in (from_line(p.read_text()) for p in (tmp_path / "outcomes").glob("*.seed*"))}
-    assert all(outcome.code == 0 and len(outcome.scores) == 1 for outcome in outcomes.values())
+    assert all(not outcome.broke_off and len(outcome.scores) == 2 for outcome in outcomes.values())
     [first] = {tuple(outcome.rewards) for outcome in outcomes.values()}  # one seed: the same responses
     assert len(first) == 1
     flips = {replay: outcome.average("flip") for replay, outcome in outcomes.items()}
@@ -121,3 +120,28 @@ def test_runs_replay_the_noisy_routes_and_finished_runs_stay(tmp_path: Path) -> 
     assert flips["r3"] == 0 < flips["none"] == flips["r2"] == natives["r3"]
     k3 = {replay: outcome.average("k3") for replay, outcome in outcomes.items()}
     assert k3["r3"] < k3["none"] == k3["r2"]
+
+
+def test_a_run_that_did_not_finish_is_no_outcome(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="not begun, expected a finished run"):
+        read_outcome(tmp_path, make_cell("minirl", "none"), 0, "digest")
+
+
+def test_outcomes_of_another_testbed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = make_cell("minirl", "none")
+    path = evidence.outcome_path(tmp_path, cell, 0)
+    path.parent.mkdir()
+    outcome = Outcome(cell, 0, testbed.fingerprint(cell, 0), False, {"reward": [0.5] * 40}, [])
+    path.write_text(to_line(outcome))
+    assert evidence.is_stored(tmp_path, cell, 0)
+    assert not evidence.is_stored(tmp_path, cell, 1)
+    monkeypatch.setitem(testbed.ROUTER_NOISE, "strong", 0.4)
+    with pytest.raises(SystemExit, match="of another testbed"):
+        evidence.is_stored(tmp_path, cell, 0)
+
+
+def test_the_fingerprint_names_all_that_decides_a_run() -> None:
+    cells = [make_cell("minirl", "none"), make_cell("minirl", "r2"), make_cell("minirl_c5", "none")]
+    cells += [make_cell("minirl", "none", gap="bf16"), make_cell("minirl", "none", updates=8)]
+    digests = {testbed.fingerprint(cell, seed) for cell in cells for seed in (0, 1)}
+    assert len(digests) == 2 * len(cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -16,6 +17,7 @@ from trials.grids import ARMS, TABLES
 from trials.intervals import compare_pairs
 from trials.outcomes import Outcome
 from trials.results import Results, Runs
+from trials.verdicts import ANCHORS
 
 COLORS = {"none": "#8a8a8a", "r2": "#d98200", "r3": "#0b6fb8", "extra": "#b02a5b", "further": "#2c8f5a"}
 """Also told apart by marker or dash: no picture needs colours."""
@@ -70,14 +72,16 @@ def mark_runs(axes: Axes, place: float, runs: Runs, color: str, marker: str = "o
 
 
 def plot_calibration(results: Results) -> Figure:
-    """Final reward of PG-IS without replay, by learning rate and gap."""
+    """Final reward without replay, by learning rate, gap and arm."""
     [grid] = TABLES["grids"]["calibration"]
     figure = make_figure(8, 2.6)
-    for axes, gap in zip(figure.subplots(1, len(grid["gap"]), sharey=True), grid["gap"], strict=True):
+    pairs = list(product(grid["arms"], grid["gap"]))
+    for axes, (arm, gap) in zip(figure.subplots(1, len(pairs), sharey=True), pairs, strict=True):
         for place, lr in enumerate(grid["lr"]):
-            mark_runs(axes, place, results.runs("pg_is", "none", calibrates=True, gap=gap, lr=lr), COLORS["none"])
-        axes.set_xticks(range(len(grid["lr"])), [f"{lr:g}" for lr in grid["lr"]])
-        tidy(axes, GAPS[gap].replace("\n", " "), "learning rate", "final reward" if gap == "none" else "")
+            mark_runs(axes, place, results.runs(arm, "none", calibrates=True, gap=gap, lr=lr), COLORS["none"])
+        axes.set_xticks(range(len(grid["lr"])), [f"{lr:g}" for lr in grid["lr"]], fontsize=7)
+        title = f"{ARMS[arm]['label']}, {gap.replace('_', ' ')}"
+        tidy(axes, title, "learning rate", "final reward" if axes.get_subplotspec().is_first_col() else "")
         axes.set_ylim(-0.03, 1)
     return figure
 
@@ -99,11 +103,11 @@ def plot_trust_regions(results: Results) -> Figure:
 
 
 def plot_core(results: Results) -> Figure:
-    """Final rewards of the second round, without replay and with R3: a line for each seed."""
-    arms = ("pg_is", "minirl_c5", "minirl", "grpo_mu")
+    """Final rewards without replay and with R3: a line for each seed."""
+    arms = ("uncorrected", "pg_is", "grpo_mu", "minirl_c5")
     figure = make_figure(8, 2.8)
     for axes, arm in zip(figure.subplots(1, len(arms), sharey=True), arms, strict=True):
-        cells = [results.second_round().runs(arm, replay) for replay in ("none", "r3")]
+        cells = [results.runs(arm, replay) for replay in ("none", "r3")]
         for seed in cells[0].keys() & cells[1].keys():
             axes.plot([0, 1], [runs[seed].final for runs in cells], color="#c8ccd2", lw=0.8, zorder=0)
         for place, (replay, runs) in enumerate(zip(("none", "r3"), cells, strict=True)):
@@ -112,9 +116,6 @@ def plot_core(results: Results) -> Figure:
         axes.set_xlim(-0.4, 1.4)
         tidy(axes, ARMS[arm]["label"], "", "final reward" if arm == arms[0] else "")
     return figure
-
-
-ANCHORS = {"window": ("grpo_mu", "minirl"), "TV": ("dppo_tv_mu", "dppo_tv_old"), "KL": ("dppo_kl_mu", "dppo_kl_old")}
 
 
 def plot_anchors(results: Results) -> Figure:
@@ -152,7 +153,7 @@ Line = tuple[str, Runs, str, str]
 
 
 def plot_curves(columns: Mapping[str, Sequence[Line]]) -> Figure:
-    """Curves of reward, entropy, k3 and held-out score by step, a column per entry: medians and range of the seeds."""
+    """Reward, entropy, k3 and held-out score by update, a column per entry: medians and range of the seeds."""
     figure = make_figure(3.2 * len(columns) + 0.6, 7)
     grid = figure.subplots(4, len(columns), sharex=True, sharey="row", squeeze=False)
     for column, (title, lines) in enumerate(columns.items()):
@@ -160,7 +161,9 @@ def plot_curves(columns: Mapping[str, Sequence[Line]]) -> Figure:
             if runs:
                 plot_line(grid[:, column], label, runs, color, dash)
         for row, name in enumerate((*METRICS.values(), "held-out score")):
-            tidy(grid[row, column], title if row == 0 else "", "step" if row == 3 else "", name if column == 0 else "")
+            tidy(
+                grid[row, column], title if row == 0 else "", "updates" if row == 3 else "", name if column == 0 else ""
+            )
         grid[2, column].set_yscale("log")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
@@ -172,12 +175,12 @@ def plot_line(rows: Sequence[Axes], label: str, runs: Runs, color: str, dash: st
     every = list(runs.values())
     for axes, metric in zip(rows, METRICS, strict=False):
         values = np.array([smooth(series_of(run, metric)) for run in every])
-        steps = np.arange(1, values.shape[1] + 1)
-        axes.plot(steps, np.nanmedian(values, 0), dash, color=color, lw=1.6, label=label)
-        axes.fill_between(steps, np.nanmin(values, 0), np.nanmax(values, 0), color=color, alpha=0.1, lw=0)
-    scores = np.array([run.scores for run in every if len(run.scores) == 1 + run.cell.steps // 10])
-    if len(scores):
-        rows[3].plot(np.arange(scores.shape[1]) * 10, np.median(scores, 0), dash, color=color, lw=1.6, marker=".", ms=4)
+        updates = every[0].cell.updates * np.arange(1, values.shape[1] + 1)
+        axes.plot(updates, np.nanmedian(values, 0), dash, color=color, lw=1.6, label=label)
+        axes.fill_between(updates, np.nanmin(values, 0), np.nanmax(values, 0), color=color, alpha=0.1, lw=0)
+    scores = np.array([(run.scores + [0.0] * 5)[:5] for run in every])
+    quarters = np.arange(5) * every[0].cell.budget / 4
+    rows[3].plot(quarters, np.median(scores, 0), dash, color=color, lw=1.6, marker=".", ms=4)
 
 
 def series_of(run: Outcome, metric: str) -> list[float]:
@@ -241,11 +244,11 @@ def plot_gaps(results: Results) -> Figure:
         for shift, replay in zip((-0.25, 0, 0.25), REPLAYS, strict=True):
             runs, label = results.runs("minirl_c5", replay, gap=gap), REPLAYS[replay] if place == 0 else None
             for axes, metric in zip(panels, ("k3", "flip"), strict=False):
-                values = [run.average(metric) for run in runs.values()]
+                values = [run.series[metric][0] for run in runs.values()]
                 axes.plot([place + shift] * len(values), values, MARKERS[replay], color=COLORS[replay], ms=4)
             mark_runs(panels[2], place + shift, runs, COLORS[replay], MARKERS[replay], label)
     panels[0].set_yscale("log")
-    titles = ("k3[mu || old], nats per token", "share of (token, layer) with other experts", "final reward")
+    titles = ("k3[mu || old] of the first step, nats", "other experts, share of (token, layer)", "final reward")
     for axes, title in zip(panels, titles, strict=True):
         axes.set_xticks(range(len(GAPS)), list(GAPS.values()), fontsize=7)
         tidy(axes, title)
@@ -255,11 +258,11 @@ def plot_gaps(results: Results) -> Figure:
 
 def plot_cold_starts(results: Results) -> Figure:
     """Three lengths of the cold start."""
-    looks = {280: ("extra", ":"), 320: ("r2", "--"), 420: ("r3", "-")}
+    looks = {340: ("extra", ":"), 420: ("r2", "--"), 560: ("r3", "-")}
     lines = [
         (
             f"{length} supervised steps",
-            results.runs("minirl_c5", "r2", updates=2, steps=80, cold_start=length),
+            results.runs("minirl_c5", "r2", updates=2, cold_start=length),
             COLORS[color],
             dash,
         )
@@ -270,7 +273,5 @@ def plot_cold_starts(results: Results) -> Figure:
 
 FIGURES = {
     "calibration": plot_calibration, "trust_regions": plot_trust_regions, "anchors": plot_anchors, "core": plot_core,
-    "staleness": lambda results: plot_staleness(results.second_round()),
-    "on_policy": lambda results: plot_on_policy(results.second_round()),
-    "gaps": lambda results: plot_gaps(results.second_round()), "cold_starts": plot_cold_starts,
+    "staleness": plot_staleness, "on_policy": plot_on_policy, "gaps": plot_gaps, "cold_starts": plot_cold_starts,
 }  # fmt: skip

@@ -12,7 +12,9 @@ from typing import Any
 TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 ARMS: dict[str, dict[str, Any]] = TABLES["arms"]
 SETTING: dict[str, Any] = TABLES["setting"]
-AXES = ("gap", "updates", "lr", "steps", "cold_start")
+AXES = ("gap", "updates", "lr", "budget", "cold_start")
+RESPONSES = 16
+"""Responses of an optimizer step: two prompts of eight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,17 @@ class Cell:
     replay: str
     gap: str
     updates: int
-    """Optimizer steps per global step, N."""
+    """Optimizer steps per global step, N; each takes 16 responses, so that a global step samples 16 N."""
     lr: float
-    steps: int
-    """Global steps."""
+    budget: int
+    """Optimizer steps of the run."""
     cold_start: int
     """Supervised steps before."""
+
+    @property
+    def steps(self) -> int:
+        """Global steps."""
+        return self.budget // self.updates
 
     @property
     def name(self) -> str:
@@ -42,12 +49,17 @@ class Cell:
         return {key: value for key, value in ARMS[self.arm].items() if key != "label"}
 
 
+def make_cell(arm: str, replay: str, **axes: Any) -> Cell:
+    """Return a cell; axes: those that differ from the usual setting."""
+    return Cell(arm, replay, **{axis: SETTING[axis] for axis in AXES} | axes)
+
+
 def cells_of(grid: str) -> Iterator[tuple[Cell, range]]:
     """The cells of a grid, and their seeds."""
     for block in TABLES["grids"][grid]:
         values = [block.get(axis, SETTING[axis]) for axis in AXES]
         axes = [value if isinstance(value, list) else [value] for value in values]
-        first, seeds = block.get("first_seed", 0), block.get("seeds", SETTING["seeds"])
+        first, seeds = block.get("first_seed", SETTING["first_seed"]), block.get("seeds", SETTING["seeds"])
         for arm, replay, gap, *others in product(block["arms"], block["replays"], *axes):
             yield Cell(arm, replay, gap, *others), range(first, first + seeds)
 

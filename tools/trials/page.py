@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from trials.figures import FIGURES, GAPS, REPLAYS, save
@@ -14,7 +15,7 @@ from trials.grids import ARMS, TABLES
 from trials.outcomes import Outcome
 from trials.results import NotRunError, Results, Runs, count_collapsed, read_archive
 from trials.rows.source_row import SourceRow
-from trials.verdicts import JUDGES, ROUNDS, k3
+from trials.verdicts import JUDGES, read_first_k3
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 STORE = DOCS / "evidence"
@@ -41,31 +42,28 @@ def write_figures(results: Results, folder: Path) -> None:
 
 
 def list_predictions(results: Results) -> str:
-    """The table of predictions with what was measured, by round; those without enough runs are named below it."""
-    lines = ["| | claim | expected here | round | measured | verdict |", "|---" * 6 + "|"]
+    """The table of predictions with what was measured; those without enough runs are named below it."""
+    lines = ["| | claim | expected here | measured | verdict |", "|---" * 5 + "|"]
     missing = []
     for name, claim, _, expected in ROW.findall((STORE / "preregistered.md").read_text("utf-8")):
-        for number, of_round in enumerate((results, results.second_round()), start=1):
-            if name not in ROUNDS[number]:
-                continue
-            try:
-                measured, verdict = JUDGES[name](of_round)
-            except NotRunError:
-                missing.append(f"{name} of round {number}")
-            else:
-                lines.append(f"| {name} | {claim} | {expected} | {number} | {measured} | {verdict} |")
+        try:
+            measured, verdict = JUDGES[name](results)
+        except NotRunError:
+            missing.append(name)
+        else:
+            lines.append(f"| {name} | {claim} | {expected} | {measured} | {verdict} |")
     if missing:
-        lines += ["", f"Not judged, because too few seeds have run: {', '.join(missing)}."]
+        lines += ["", f"Not judged yet, because too few seeds have run: {', '.join(missing)}."]
     return "\n".join(lines)
 
 
 def list_calibration(results: Results) -> str:
     """Final rewards of the calibration."""
     [grid] = TABLES["grids"]["calibration"]
-    lines = ["| gap | " + " | ".join(f"{lr:g}" for lr in grid["lr"]) + " |", "|---" * (1 + len(grid["lr"])) + "|"]
-    for gap in grid["gap"]:
-        cells = [results.runs("pg_is", "none", calibrates=True, gap=gap, lr=lr) for lr in grid["lr"]]
-        lines.append(f"| {gap} | {' | '.join(map(list_finals, cells))} |")
+    lines = ["| arm | gap | " + " | ".join(f"{lr:g}" for lr in grid["lr"]) + " |", "|---" * (2 + len(grid["lr"])) + "|"]
+    for arm, gap in product(grid["arms"], grid["gap"]):
+        cells = [results.runs(arm, "none", calibrates=True, gap=gap, lr=lr) for lr in grid["lr"]]
+        lines.append(f"| {ARMS[arm]['label']} | {gap} | {' | '.join(map(list_finals, cells))} |")
     return "\n".join(lines)
 
 
@@ -93,51 +91,41 @@ def sum_up(runs: Runs) -> str:
 
 
 def list_gaps(results: Results) -> str:
-    """k3, flips and final rewards of MiniRL (C = 5) by gap and replay."""
+    """k3 and flips of the first step and final rewards of MiniRL (C = 5), by gap and replay."""
     lines = ["| gap | replay | k3 | flips | final reward |", "|---" * 5 + "|"]
     for gap in GAPS:
         for replay, label in REPLAYS.items():
             if runs := results.runs("minirl_c5", replay, gap=gap):
-                flips = median(run.average("flip") for run in runs.values())
-                divergence = median(map(k3, runs.values()))
+                flips = median(run.series["flip"][0] for run in runs.values())
+                divergence = median(map(read_first_k3, runs.values()))
                 lines.append(f"| {gap} | {label} | {divergence:.1e} | {flips:.1%} | {sum_up(runs)} |")
     return "\n".join(lines)
 
 
 def list_cells(cells: dict[str, tuple[str, str, dict[str, Any]]]) -> Callable[[Results], str]:
-    """A table of cells: median final reward, entropy of the last steps, k3, last held-out score."""
+    """A table of cells: median final reward, entropy of the last quarter, growth of k3, last held-out score."""
 
     def make(results: Results) -> str:
-        results = results.second_round()
-        lines = ["| | final reward | entropy, last ten steps | k3 | held-out score at the end |", "|---" * 5 + "|"]
+        lines = [
+            "| | final reward | entropy, last quarter | growth of k3 | held-out score at the end |",
+            "|---" * 5 + "|",
+        ]
         for label, (arm, replay, axes) in cells.items():
             if runs := results.runs(arm, replay, **axes):
-                values = (
-                    median(map(last_entropy, runs.values())),
-                    median(map(k3, runs.values())),
-                    median(map(last_score, runs.values())),
-                )
-                lines.append(f"| {label} | {sum_up(runs)} | {values[0]:.2f} | {values[1]:.1e} | {values[2]:.2f} |")
+                every = list(runs.values())
+                entropy, growth = median(map(last_entropy, every)), median(run.growth for run in every)
+                score = median(run.scores[-1] for run in every)
+                lines.append(f"| {label} | {sum_up(runs)} | {entropy:.2f} | {growth:.1f} | {score:.2f} |")
         return "\n".join(lines)
 
     return make
 
 
 def last_entropy(run: Outcome) -> float:
-    """Mean entropy of the last ten steps that ran."""
-    return sum(run.series["entropy"][-10:]) / len(run.series["entropy"][-10:])
+    """Mean entropy of the last quarter that ran."""
+    return mean(run.series["entropy"][-run.window :])
 
 
-def last_score(run: Outcome) -> float:
-    """The last held-out score."""
-    return run.scores[-1]
-
-
-CORE = {
-    f"{ARMS[arm]['label']}, {REPLAYS[replay]}": (arm, replay, {})
-    for arm in ("pg_is", "minirl_c5", "minirl", "grpo_mu")
-    for replay in ("none", "r3")
-}
 STALENESS = {
     f"N = {n}, {label}": (arm, replay, {"updates": n})
     for n in (2, 4, 8)
@@ -152,13 +140,12 @@ ON_POLICY = {
     for replay in ("none", "r3")
 }
 COLD_STARTS = {
-    f"{length} supervised steps": ("minirl_c5", "r2", {"updates": 2, "steps": 80, "cold_start": length})
-    for length in (280, 320, 420)
+    f"{length} supervised steps": ("minirl_c5", "r2", {"updates": 2, "cold_start": length})
+    for length in (340, 420, 560)
 }
 TABLES_OF_PAGE: dict[str, Callable[[Results], str]] = {
-    "predictions": list_predictions, "calibration": list_calibration, "arms": list_arms, "core": list_cells(CORE),
-    "gaps": lambda results: list_gaps(results.second_round()), "staleness": list_cells(STALENESS),
-    "on_policy": list_cells(ON_POLICY), "cold_starts": list_cells(COLD_STARTS),
+    "predictions": list_predictions, "calibration": list_calibration, "arms": list_arms, "gaps": list_gaps,
+    "staleness": list_cells(STALENESS), "on_policy": list_cells(ON_POLICY), "cold_starts": list_cells(COLD_STARTS),
 }  # fmt: skip
 
 

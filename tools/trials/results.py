@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trials.grids import AXES, SETTING, Cell
+from trials.grids import Cell, make_cell
 from trials.intervals import Difference, bound_share, compare_pairs
 from trials.outcomes import Outcome, from_line, to_line
 
@@ -25,27 +24,21 @@ class NotRunError(ValueError):
 class Results:
     """The outcomes of many runs."""
 
-    def __init__(self, outcomes: Iterable[Outcome], **setting: Any) -> None:
-        """setting: of the cells that are asked for, where it differs from the usual setting."""
+    def __init__(self, outcomes: Iterable[Outcome]) -> None:
         self._cells: dict[Cell, Runs] = {}
-        self._setting = {axis: SETTING[axis] for axis in AXES} | setting
         for outcome in sorted(outcomes, key=lambda outcome: outcome.seed):
             self._cells.setdefault(outcome.cell, {})[outcome.seed] = outcome
 
     def runs(self, arm: str, replay: str, *, calibrates: bool = False, **axes: Any) -> Runs:
-        """The runs of a cell; axes: those that differ from the setting. Empty if none has run.
+        """The runs of a cell; axes: those that differ from the usual setting. Empty if none has run.
 
         calibrates: the seeds of the calibration, in place of all others.
         """
-        runs = self._cells.get(Cell(arm, replay, **self._setting | axes), {})
+        runs = self._cells.get(make_cell(arm, replay, **axes), {})
         return {seed: run for seed, run in runs.items() if (seed >= CALIBRATION) == calibrates}
 
-    def second_round(self) -> Results:
-        """The same outcomes, of which those with longer cold starts are asked for."""
-        return Results(chain.from_iterable(runs.values() for runs in self._cells.values()), cold_start=420)
-
-    def require(self, arm: str, replay: str, seeds: int = 6, **axes: Any) -> Runs:
-        """As ``runs``; NotRunError with fewer seeds."""
+    def require(self, arm: str, replay: str, seeds: int, **axes: Any) -> Runs:
+        """As ``runs``; NotRunError with fewer seeds: a part of a cell is not judged."""
         runs = self.runs(arm, replay, **axes)
         if len(runs) < seeds:
             raise NotRunError(f"{arm} with {replay}: {len(runs)} of {seeds} seeds have run")

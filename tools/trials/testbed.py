@@ -9,8 +9,12 @@ known behaviours.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -37,6 +41,7 @@ GAPS: dict[str, dict[str, Any]] = {
     "strong_noise": {"engine": "trials.testbed:STRONG_NOISE"},
 }
 """Name -> keys of [rollout]. Training is in fp32 always."""
+COLD_START = {"batch_size": 32, "lr": 4e-3}
 MODEL = {"hidden_size": 64, "num_layers": 4, "num_experts": 16, "top_k": 2, "expert_width": 32, "num_heads": 4}
 
 
@@ -92,8 +97,8 @@ def make_start(folder: Path, seed: int, steps: int) -> Path:
     if not (start / "untrained" / "config.json").exists():
         write_tiny_model(start / "untrained", seed=seed, **MODEL)
     table = base_table(start, seed)
-    table["sft"] = {"data": str(start / "task" / "demonstrations.jsonl"), "out": str(start / "model"), "batch_size": 32}
-    table["sft"] |= {"steps": steps, "lr": 4e-3}
+    table["sft"] = {"data": str(start / "task" / "demonstrations.jsonl"), "out": str(start / "model"), "steps": steps}
+    table["sft"] |= COLD_START
     table["model"]["path"], table["run"]["dir"] = str(start / "untrained"), str(start)
     code = run_forked("sft", table, start / "sft.log")
     if code:
@@ -113,7 +118,7 @@ def base_table(start: Path, seed: int) -> dict[str, Any]:
             "max_prompt_tokens": 3,
         },
         "reward": {"function": "trials.testbed:is_right"},
-        "rollout": {"prompts_per_step": 8, "group_size": 8, "max_response_tokens": LENGTH + 1, "dtype": "fp32"},
+        "rollout": {"prompts_per_step": 2, "group_size": 8, "max_response_tokens": LENGTH + 1, "dtype": "fp32"},
         "train": {
             "mini_batches": 4,
             "micro_batch_tokens": 8192,
@@ -122,8 +127,8 @@ def base_table(start: Path, seed: int) -> dict[str, Any]:
             "max_native_flip": 0.999,
             "max_bad_steps": 0,
         },
-        "optim": {"lr": 4e-4},
-        "eval": {"every": 10, "samples": 2},
+        "optim": {"lr": 6e-4},
+        "eval": {"every": 1, "samples": 2},
         "log": {"sinks": [], "samples_per_step": 0},
         "checkpoint": {"at_end": False},
     }
@@ -144,7 +149,9 @@ def tables_of(start: Path, run: Path, cell: Cell, seed: int) -> dict[str, Any]:
     table["rollout"] |= GAPS[cell.gap]
     table["train"] |= {"objective": "minirl", "objective_overrides": cell.overrides}
     table["train"] |= {"replay": cell.replay, "mini_batches": cell.updates}
-    table["optim"]["lr"] = cell.lr
+    table["rollout"]["prompts_per_step"] = 2 * cell.updates
+    table["optim"] |= {"lr": cell.lr, "warmup_steps": cell.budget // 4}
+    table["eval"]["every"] = max(cell.steps // 4, 1)
     return table
 
 
@@ -163,7 +170,22 @@ def run_forked(command: str, table: Mapping[str, Any], log: Path) -> int:
     return child.exitcode
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, so that no orphan goes on with a claimed run."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def fingerprint(cell: Cell, seed: int) -> str:
+    """Return a digest of all that decides a run: its configuration without paths, model, task and cold start."""
+    table = tables_of(Path("start"), Path("run"), cell, seed)
+    del table["run"]["name"]
+    constants = MODEL, COLD_START, ALLOWED.tolist(), ROUTER_NOISE, LENGTH, HELD_OUT, NUM_DEMONSTRATIONS
+    text = json.dumps([table, constants], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def _be_rank(command: str, table: Mapping[str, Any], log: Path) -> None:
+    die_with_parent()
     from megarl.config.file import parse
     from megarl.config.process_environment import apply
     from megarl.engines.sglang.spec import free_port
@@ -208,7 +230,7 @@ def _make_noisy_engine(strength: str, config: Any, tell: Callable[[str], None]) 
     from megarl.trainer.engines import make_local_engine
 
     engine = make_local_engine(config, tell)
-    generator = torch.Generator().manual_seed(config.run.seed)
+    generator = torch.Generator().manual_seed(10_000 + config.run.seed)  # another stream than the initial weights'
     spread = ROUTER_NOISE[strength]
 
     def perturb(router: Any, inputs: Any, outputs: Any) -> tuple[Any, Any, Any]:
