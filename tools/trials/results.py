@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megarl.files.writing import write_atomically
 from trials.grids import Cell, make_cell
 from trials.intervals import Difference, bound_share, compare_pairs
 from trials.outcomes import Outcome, from_line, to_line
@@ -73,5 +74,4 @@ def read_archive(path: Path) -> Results:
 def write_archive(folder: Path, path: Path) -> None:
     """Write the outcomes of a folder into one file; equal outcomes give equal bytes."""
     lines = sorted(to_line(from_line(file.read_text())) + "\n" for file in (folder / "outcomes").glob("*.seed*.json"))
-    with path.open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as packed:
-        packed.write("".join(lines).encode())
+    write_atomically(path, gzip.compress("".join(lines).encode(), mtime=0))
