@@ -89,15 +89,15 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     _print_summary(out, config, time.monotonic() - started)
 
 
-def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
-    """Run the work of ``megarl WORDS`` in forks of this process, with torchrun's environment for ranks.
+def start_ranks(words: Sequence[str], work: Callable[[], int | None], num: int = RANKS) -> None:
+    """Run the work of ``megarl WORDS`` in ``num`` forks of this process, with torchrun's environment for ranks.
 
     RolloutError if a rank fails.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-    arguments = free_port("127.0.0.1"), words, work
-    ranks: Any = start_processes(_be_rank, arguments, nprocs=RANKS, join=False, start_method="fork")
+    arguments = num, free_port("127.0.0.1"), words, work
+    ranks: Any = start_processes(_be_rank, arguments, nprocs=num, join=False, start_method="fork")
     try:
         while not ranks.join():
             pass
@@ -109,9 +109,9 @@ def start_ranks(words: Sequence[str], work: Callable[[], int | None]) -> None:
         raise RolloutError(refusal("step_failed", command=words[0], code=error.exit_code)) from None
 
 
-def _be_rank(rank: int, port: int, words: Sequence[str], work: Callable[[], int | None]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
+def _be_rank(rank: int, num: int, port: int, words: Sequence[str], work: Callable[[], int | None]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num), "RANK": str(rank)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num)}
     import torch
 
     torch.set_num_threads(1)  # a fork has no threads of the parent, and would wait for the threads

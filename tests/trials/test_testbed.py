@@ -115,11 +115,11 @@ def test_runs_replay_the_noisy_routes_and_finished_runs_stay(tmp_path: Path) -> 
     assert all(not outcome.broke_off and len(outcome.scores) == 2 for outcome in outcomes.values())
     [first] = {tuple(outcome.rewards) for outcome in outcomes.values()}  # one seed: the same responses
     assert len(first) == 1
-    flips = {replay: outcome.average("flip") for replay, outcome in outcomes.items()}
-    natives = {replay: outcome.average("native_flip") for replay, outcome in outcomes.items()}
+    flips = {replay: outcome.series["flip"][0] for replay, outcome in outcomes.items()}
+    natives = {replay: outcome.series["native_flip"][0] for replay, outcome in outcomes.items()}
     assert flips["r3"] == 0 < flips["none"] == flips["r2"]
     assert natives["r3"] == pytest.approx(flips["none"], rel=0.05)  # behind replayed layers
-    k3 = {replay: outcome.average("k3") for replay, outcome in outcomes.items()}
+    k3 = {replay: outcome.series["k3"][0] for replay, outcome in outcomes.items()}
     assert k3["r3"] < k3["none"] == k3["r2"]
 
 

@@ -13,8 +13,6 @@ TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_
 ARMS: dict[str, dict[str, Any]] = TABLES["arms"]
 SETTING: dict[str, Any] = TABLES["setting"]
 AXES = ("gap", "updates", "lr", "budget", "cold_start")
-RESPONSES = 16
-"""Responses of an optimizer step: two prompts of eight."""
 
 
 @dataclass(frozen=True, slots=True)

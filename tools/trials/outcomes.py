@@ -66,10 +66,6 @@ class Outcome:
         windows = [mean(self.rewards[i : i + self.window]) for i in range(len(self.rewards) - self.window + 1)]
         return self.final < max(*windows, self.rewards[0]) / 2
 
-    def average(self, metric: str) -> float:
-        """The mean of a metric over all steps that have it."""
-        return mean(self.series[metric])
-
 
 def read_outcome(run: Path, cell: Cell, seed: int, digest: str) -> Outcome:
     """Read the metrics of a run's folder, rounded to four digits.

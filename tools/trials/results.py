@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.files.writing import write_atomically
-from trials.grids import Cell, make_cell
+from trials.grids import TABLES, Cell, make_cell
 from trials.intervals import Difference, bound_share, compare_pairs
 from trials.outcomes import Outcome, from_line, to_line
 
-CALIBRATION = 100
+CALIBRATION: int = TABLES["grids"]["calibration"][0]["first_seed"]
 """First seed of the grid of that name."""
 Runs = dict[int, Outcome]
 """Seed -> outcome."""
@@ -45,12 +45,13 @@ class Results:
             raise NotRunError(f"{arm} with {replay}: {len(runs)} of {seeds} seeds have run")
         return runs
 
-    def compare(self, first: Runs, second: Runs, value: Callable[[Outcome], float]) -> Difference:
-        """Compare a value of the runs of two cells, over the seeds of both: first minus second."""
-        seeds = first.keys() & second.keys()
-        if not seeds:
-            raise NotRunError("two cells have no seed in common")
-        return compare_pairs([value(first[seed]) for seed in seeds], [value(second[seed]) for seed in seeds])
+
+def compare_runs(first: Runs, second: Runs, value: Callable[[Outcome], float]) -> Difference:
+    """Compare a value of the runs of two cells, over the seeds of both: first minus second."""
+    seeds = first.keys() & second.keys()
+    if not seeds:
+        raise NotRunError("two cells have no seed in common")
+    return compare_pairs([value(first[seed]) for seed in seeds], [value(second[seed]) for seed in seeds])
 
 
 def count_collapsed(runs: Runs) -> str:

@@ -15,14 +15,16 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl.data.rewards import instantaneous
+from megarl.errors import RolloutError
 from trials.grids import Cell
 
 SYMBOLS = "0123456789"
@@ -55,14 +57,12 @@ def make_table() -> np.ndarray:
 ALLOWED = make_table()
 
 
+@instantaneous
 def is_right(*, prompt: str, response: str, answer: str) -> float:
     """Return 1 if the response takes 64 allowed steps from the prompt's two symbols and then ends, else 0."""
     walk = [SYMBOLS.find(symbol) for symbol in prompt[1:] + response]
     steps = zip(walk, walk[1:], walk[2:], strict=False)
     return float(len(response) == LENGTH and -1 not in walk and all(c in ALLOWED[a, b] for a, b, c in steps))
-
-
-is_right.instantaneous = True  # type: ignore[attr-defined]
 
 
 def write_task(folder: Path, seed: int) -> None:
@@ -100,9 +100,7 @@ def make_start(folder: Path, seed: int, steps: int) -> Path:
     table["sft"] = {"data": str(start / "task" / "demonstrations.jsonl"), "out": str(start / "model"), "steps": steps}
     table["sft"] |= COLD_START
     table["model"]["path"], table["run"]["dir"] = str(start / "untrained"), str(start)
-    code = run_forked("sft", table, start / "sft.log")
-    if code:
-        raise SystemExit(f"the cold start of seed {seed} failed with exit code {code}: see {start / 'sft.log'}")
+    run_forked("sft", table, start / "sft.log")
     return start
 
 
@@ -134,12 +132,13 @@ def base_table(start: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def train_cell(folder: Path, cell: Cell, seed: int) -> int:
-    """Train one run of a cell into ``folder``/runs/CELL/seedS, from its first step; return megarl's exit code."""
+def train_cell(folder: Path, cell: Cell, seed: int) -> None:
+    """Train one run of a cell into ``folder``/runs/CELL/seedS, from its first step; its status says how it ended."""
     start, run = make_start(folder, seed, cell.cold_start), folder / "runs" / cell.name / f"seed{seed}"
     if run.exists():
         shutil.rmtree(run)  # of a killed process: it is a function of the configuration, and begins anew
-    return run_forked("train", tables_of(start, run, cell, seed), run / "log.txt")
+    with suppress(RolloutError):  # a value that is not finite is an outcome
+        run_forked("train", tables_of(start, run, cell, seed), run / "log.txt")
 
 
 def tables_of(start: Path, run: Path, cell: Cell, seed: int) -> dict[str, Any]:
@@ -155,19 +154,26 @@ def tables_of(start: Path, run: Path, cell: Cell, seed: int) -> dict[str, Any]:
     return table
 
 
-def run_forked(command: str, table: Mapping[str, Any], log: Path) -> int:
-    """Run ``megarl sft`` or ``megarl train`` on one CPU rank in a fork of this process; return its exit code.
+def run_forked(command: str, table: Mapping[str, Any], log: Path) -> None:
+    """Run ``megarl sft`` or ``megarl train`` on one CPU rank in a fork of this process; RolloutError if it fails.
 
     The fork has torch and Megatron already. Everything that it prints goes to ``log``.
     """
-    import torch.multiprocessing as processes
+    from megarl.config.file import parse
+    from megarl.config.process_environment import apply
+    from megarl.ops.quickstart import start_ranks
 
-    context = processes.get_context("fork")
-    child = context.Process(target=_be_rank, args=(command, table, log))
-    child.start()
-    child.join()
-    assert child.exitcode is not None, "it has ended"
-    return child.exitcode
+    def work() -> None:
+        die_with_parent()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        config = parse(table)
+        apply(config)
+        _command(command)(config)
+
+    start_ranks([command], work, num=1)
 
 
 def die_with_parent() -> None:
@@ -182,27 +188,6 @@ def fingerprint(cell: Cell, seed: int) -> str:
     constants = MODEL, COLD_START, ALLOWED.tolist(), ROUTER_NOISE, LENGTH, HELD_OUT, NUM_DEMONSTRATIONS
     text = json.dumps([table, constants], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _be_rank(command: str, table: Mapping[str, Any], log: Path) -> None:
-    die_with_parent()
-    from megarl.config.file import parse
-    from megarl.config.process_environment import apply
-    from megarl.engines.sglang.spec import free_port
-    from megarl.ops.exits import run_to_exit
-
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
-    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    import torch
-
-    torch.set_num_threads(1)
-    config = parse(table)
-    apply(config)
-    sys.exit(run_to_exit([command], partial(_command(command), config)))
 
 
 def _command(name: str) -> Callable[[Any], Any]:

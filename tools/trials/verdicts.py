@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import mean, median
 
+from trials import testbed
 from trials.intervals import Difference, compare_pairs
 from trials.outcomes import Outcome
-from trials.results import Results, Runs
+from trials.results import Results, Runs, compare_runs
 
 Verdict = tuple[str, str]
 """What was measured; and "shown", "not shown" or "opposite", with labels."""
 Value = Callable[[Outcome], float]
-GAPS = ("bf16", "fp8_weights", "fp8_activations", "weak_noise", "strong_noise")
+GAPS = tuple(gap for gap in testbed.GAPS if gap != "none")
 ANCHORS = {"window": ("grpo_mu", "minirl"), "TV": ("dppo_tv_mu", "dppo_tv_old"), "KL": ("dppo_kl_mu", "dppo_kl_old")}
 """Arms at mu and at old that are equal otherwise."""
 SEEDS = 6
@@ -48,9 +49,9 @@ def judge(difference: Difference) -> str:
     return "shown" if difference.median > 0 else "opposite"
 
 
-def compare(results: Results, pairs: Mapping[str, tuple[Runs, Runs]], value: Value = read_final) -> Verdict:
+def compare(pairs: Mapping[str, tuple[Runs, Runs]], value: Value = read_final) -> Verdict:
     """Compare a value of pairs of cells, first minus second, by label."""
-    differences = {label: results.compare(*pair, value) for label, pair in pairs.items()}
+    differences = {label: compare_runs(*pair, value) for label, pair in pairs.items()}
     words = [f"{label} {describe(difference)}".strip() for label, difference in differences.items()]
     verdicts = [f"{label} {judge(difference)}".strip() for label, difference in differences.items()]
     return "; ".join(words), "; ".join(verdicts)
@@ -65,7 +66,7 @@ def judge_first_step(results: Results) -> Verdict:
         factor = median(read_first_k3(replayed[seed]) / read_first_k3(native[seed]) for seed in native)
         is_equal = all(read_first_k3(old[seed]) == read_first_k3(native[seed]) for seed in old)
         words.append(f"{gap} {median(map(read_first_k3, native.values())):.1e}, times {factor:.2f}")
-        shown = judge(results.compare(native, replayed, read_first_k3))
+        shown = judge(compare_runs(native, replayed, read_first_k3))
         verdicts.append(f"{gap} {shown}, R2 {'equal' if is_equal else 'differs'}")
     return f"k3 and R3's factor: {'; '.join(words)}", "; ".join(verdicts)
 
@@ -74,7 +75,7 @@ def judge_growth(results: Results) -> Verdict:
     """P2."""
     arms = {"PG-IS": "pg_is", "MiniRL": "minirl_c5"}
     pairs = {label: pair_replays(results, arm, "none", "r3") for label, arm in arms.items()}
-    words, verdicts = compare(results, pairs, read_growth)
+    words, verdicts = compare(pairs, read_growth)
     growths = "; ".join(
         f"{label} {median(map(read_growth, native.values())):.1f} and {median(map(read_growth, replayed.values())):.1f}"
         for label, (native, replayed) in pairs.items()
@@ -85,26 +86,24 @@ def judge_growth(results: Results) -> Verdict:
 def judge_parity(results: Results) -> Verdict:
     """P3."""
     at_parity = results.require("uncorrected", "none", SEEDS, gap="none")
-    return compare(results, {"": (at_parity, results.require("uncorrected", "none", SEEDS))})
+    return compare({"": (at_parity, results.require("uncorrected", "none", SEEDS))})
 
 
 def judge_replay(replay: str, arms: Mapping[str, str]) -> Callable[[Results], Verdict]:
     """P4, P5: a replay against none."""
-    return lambda results: compare(
-        results, {label: pair_replays(results, arm, replay, "none") for label, arm in arms.items()}
-    )
+    return lambda results: compare({label: pair_replays(results, arm, replay, "none") for label, arm in arms.items()})
 
 
 def judge_arms(first: str, second: str, seeds: int = SEEDS, **axes: int) -> Callable[[Results], Verdict]:
     """P6, P7, P10 to P12, P14, P16: an arm against another, without replay."""
     return lambda results: compare(
-        results, {"": (results.require(first, "none", seeds, **axes), results.require(second, "none", seeds, **axes))}
+        {"": (results.require(first, "none", seeds, **axes), results.require(second, "none", seeds, **axes))}
     )
 
 
 def judge_anchors(results: Results) -> Verdict:
     """P8."""
-    words, verdicts = compare(results, pair_anchors(results, "none"))
+    words, verdicts = compare(pair_anchors(results, "none"))
     return f"mu minus old: {words}", verdicts
 
 
@@ -124,19 +123,19 @@ def judge_crossover(results: Results) -> Verdict:
     """P13."""
     pairs = {f"N = {n}": pair_replays(results, "minirl_c5", "r3", "r2", updates=n) for n in (2, 4, 8)}
     pairs["N = 2"] = pairs["N = 2"][::-1]
-    words, verdicts = compare(results, pairs)
+    words, verdicts = compare(pairs)
     return f"R2 minus R3 at N = 2, R3 minus R2 at 4 and 8: {words}", verdicts
 
 
 def judge_on_policy(results: Results) -> Verdict:
     """P15."""
-    return compare(results, {"": pair_replays(results, "minirl_c5", "r3", "none", updates=1)})
+    return compare({"": pair_replays(results, "minirl_c5", "r3", "none", updates=1)})
 
 
 def judge_gains(results: Results) -> Verdict:
     """P17."""
     gaps = ("none", *GAPS)
-    return compare(results, {gap: pair_replays(results, "minirl_c5", "r3", "none", gap=gap) for gap in gaps})
+    return compare({gap: pair_replays(results, "minirl_c5", "r3", "none", gap=gap) for gap in gaps})
 
 
 def judge_cold_starts(results: Results) -> Verdict:
