@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -17,9 +19,10 @@ from trials.grids import ARMS, TABLES
 from trials.intervals import compare_pairs
 from trials.outcomes import Outcome
 from trials.results import Results, Runs
+from trials.rows.source_row import BLUE, GRAY, GREEN, ORANGE, RED
 from trials.verdicts import ANCHORS
 
-COLORS = {"none": "#8a8a8a", "r2": "#d98200", "r3": "#0b6fb8", "extra": "#b02a5b", "further": "#2c8f5a"}
+COLORS = {"none": GRAY, "r2": ORANGE, "r3": BLUE, "extra": RED, "further": GREEN}
 """Also told apart by marker or dash: no picture needs colours."""
 MARKERS = {"none": "o", "r2": "s", "r3": "^"}
 REPLAYS = {"none": "no replay", "r2": "R2", "r3": "R3"}
@@ -51,24 +54,22 @@ def tidy(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def mark_runs(axes: Axes, place: float, runs: Runs, color: str, marker: str = "o", label: str | None = None) -> None:
-    """Mark each run's final reward at x = place, a collapsed one with a cross, and the median as a bar."""
-    for run in runs.values():
-        is_dead = run.has_collapsed
-        axes.plot(
-            place,
-            run.final,
-            "x" if is_dead else marker,
-            color=color,
-            ms=5,
-            mew=1.2,
-            mfc="none" if is_dead else color,
-            alpha=0.8,
-        )
+def mark_runs(
+    axes: Axes, place: float, runs: Runs, color: str, marker: str = "o", label: str | None = None
+) -> dict[int, tuple[float, float]]:
+    """Mark each run's final reward beside x = place, a collapsed one with a cross, and the median as a bar.
+
+    Returns the point of each seed.
+    """
+    shifts = np.linspace(-0.07, 0.07, len(runs)).tolist()
+    points = {seed: (place + shift, run.final) for shift, (seed, run) in zip(shifts, runs.items(), strict=True)}
+    for run, point in zip(runs.values(), points.values(), strict=True):
+        mark, fill = ("x", "none") if run.has_collapsed else (marker, color)
+        axes.plot(*point, mark, color=color, ms=4.5, mew=1.2, mfc=fill, alpha=0.8)
     if runs:
-        axes.hlines(
-            median(run.final for run in runs.values()), place - 0.13, place + 0.13, color=color, lw=2, label=label
-        )
+        axes.hlines(median(run.final for run in runs.values()), place - 0.13, place + 0.13, color=color, lw=2)
+        axes.plot([], [], marker, color=color, label=label)
+    return points
 
 
 def plot_calibration(results: Results) -> Figure:
@@ -107,11 +108,12 @@ def plot_core(results: Results) -> Figure:
     arms = ("uncorrected", "pg_is", "grpo_mu", "minirl_c5")
     figure = make_figure(8, 2.8)
     for axes, arm in zip(figure.subplots(1, len(arms), sharey=True), arms, strict=True):
-        cells = [results.runs(arm, replay) for replay in ("none", "r3")]
-        for seed in cells[0].keys() & cells[1].keys():
-            axes.plot([0, 1], [runs[seed].final for runs in cells], color="#c8ccd2", lw=0.8, zorder=0)
-        for place, (replay, runs) in enumerate(zip(("none", "r3"), cells, strict=True)):
-            mark_runs(axes, place, runs, COLORS[replay], MARKERS[replay])
+        first, second = (
+            mark_runs(axes, place, results.runs(arm, replay), COLORS[replay], MARKERS[replay])
+            for place, replay in enumerate(("none", "r3"))
+        )
+        for seed in first.keys() & second.keys():
+            axes.plot(*zip(first[seed], second[seed], strict=True), color="#c8ccd2", lw=0.8, zorder=0)
         axes.set_xticks((0, 1), ("no replay", "R3"))
         axes.set_xlim(-0.4, 1.4)
         tidy(axes, ARMS[arm]["label"], "", "final reward" if arm == arms[0] else "")
@@ -132,55 +134,98 @@ def plot_anchors(results: Results) -> Figure:
             difference = compare_pairs(values, [0.0] * len(values))
             x = place + shift
             axes.vlines(x, difference.low, difference.high, color=COLORS[replay], lw=1)
-            axes.plot([x] * len(values), values, MARKERS[replay], color=COLORS[replay], ms=5, alpha=0.7)
-            axes.hlines(
-                difference.median,
-                x - 0.08,
-                x + 0.08,
-                color=COLORS[replay],
-                lw=2.5,
-                label=None if place else REPLAYS[replay],
-            )
+            label = None if place else REPLAYS[replay]
+            axes.plot([x] * len(values), values, MARKERS[replay], color=COLORS[replay], ms=5, alpha=0.7, label=label)
+            axes.hlines(difference.median, x - 0.08, x + 0.08, color=COLORS[replay], lw=2.5)
     axes.axhline(0, color="black", lw=0.8)
     axes.set_xticks(range(len(ANCHORS)), list(ANCHORS))
+    axes.set_xlim(-0.5, len(ANCHORS) - 0.5)
     tidy(axes, "above 0: the mask at mu ends higher than the equal mask at old", "", "difference of\nfinal rewards")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
-Line = tuple[str, Runs, str, str]
-"""Label, runs, colour and dash of a line."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A cell, as a line of a figure and of the table below it."""
+
+    label: str
+    arm: str
+    replay: str
+    color: str
+    dash: str
+    axes: Mapping[str, int]
+    """Settings of the cell that differ from the usual ones."""
 
 
-def plot_curves(columns: Mapping[str, Sequence[Line]]) -> Figure:
+def list_lines(*looks: tuple[str, str, str, str, str], **axes: int) -> list[Line]:
+    """The lines of a column: label, arm, replay, colour and dash of each."""
+    return [Line(label, arm, replay, COLORS[color], dash, axes) for label, arm, replay, color, dash in looks]
+
+
+CURVES: dict[str, dict[str, list[Line]]] = {
+    "staleness": {
+        f"N = {updates}": list_lines(
+            ("no mask, no replay", "no_clip", "none", "extra", ":"),
+            ("no mask, R2", "no_clip", "r2", "further", "-."),
+            ("no replay", "minirl_c5", "none", "none", "--"),
+            ("R2", "minirl_c5", "r2", "r2", "-"),
+            ("R3", "minirl_c5", "r3", "r3", "-"),
+            updates=updates,
+        )
+        for updates in (2, 4, 8)
+    },
+    "on_policy": {
+        label: list_lines(
+            ("MiniRL", "minirl_c5", replay, "r3", "-"),
+            ("with length norm", "length_norm", replay, "r2", "--"),
+            ("without weight to mu", "no_is", replay, "extra", ":"),
+            updates=1,
+        )
+        for replay, label in REPLAYS.items()
+        if replay != "r2"
+    },
+    "cold_starts": {
+        "N = 2, R2": [
+            line
+            for length, color, dash in ((340, "extra", ":"), (420, "r2", "--"), (560, "r3", "-"))
+            for line in list_lines(
+                (f"{length} supervised steps", "minirl_c5", "r2", color, dash), updates=2, cold_start=length
+            )
+        ]
+    },
+}
+"""MiniRL's figures 2 to 4, 1 and 5: columns, each with its lines."""
+
+
+def plot_curves(results: Results, columns: Mapping[str, Sequence[Line]]) -> Figure:
     """Reward, entropy, k3 and held-out score by update, a column per entry: medians and range of the seeds."""
     figure = make_figure(3.2 * len(columns) + 0.6, 7)
     grid = figure.subplots(4, len(columns), sharex=True, sharey="row", squeeze=False)
     for column, (title, lines) in enumerate(columns.items()):
-        for label, runs, color, dash in lines:
-            if runs:
-                plot_line(grid[:, column], label, runs, color, dash)
+        for line in lines:
+            if runs := results.runs(line.arm, line.replay, **line.axes):
+                plot_line(grid[:, column], line, runs)
         for row, name in enumerate((*METRICS.values(), "held-out score")):
-            tidy(
-                grid[row, column], title if row == 0 else "", "updates" if row == 3 else "", name if column == 0 else ""
-            )
+            panel = grid[row, column]
+            tidy(panel, "" if row else title, "updates" if row == 3 else "", "" if column else name)
         grid[2, column].set_yscale("log")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
     return figure
 
 
-def plot_line(rows: Sequence[Axes], label: str, runs: Runs, color: str, dash: str) -> None:
+def plot_line(rows: Sequence[Axes], line: Line, runs: Runs) -> None:
     """Plot the medians of a cell's runs into four rows."""
     every = list(runs.values())
     for axes, metric in zip(rows, METRICS, strict=False):
         values = np.array([smooth(series_of(run, metric)) for run in every])
         updates = every[0].cell.updates * np.arange(1, values.shape[1] + 1)
-        axes.plot(updates, np.nanmedian(values, 0), dash, color=color, lw=1.6, label=label)
-        axes.fill_between(updates, np.nanmin(values, 0), np.nanmax(values, 0), color=color, alpha=0.1, lw=0)
+        axes.plot(updates, np.nanmedian(values, 0), line.dash, color=line.color, lw=1.6, label=line.label)
+        axes.fill_between(updates, np.nanmin(values, 0), np.nanmax(values, 0), color=line.color, alpha=0.1, lw=0)
     scores = np.array([(run.scores + [0.0] * 5)[:5] for run in every])
     quarters = np.arange(5) * every[0].cell.budget / 4
-    rows[3].plot(quarters, np.median(scores, 0), dash, color=color, lw=1.6, marker=".", ms=4)
+    rows[3].plot(quarters, np.median(scores, 0), line.dash, color=line.color, lw=1.6, marker=".", ms=4)
 
 
 def series_of(run: Outcome, metric: str) -> list[float]:
@@ -195,45 +240,6 @@ def series_of(run: Outcome, metric: str) -> list[float]:
 def smooth(values: Sequence[float]) -> np.ndarray:
     """The mean of up to five values that end at each."""
     return np.array([np.nanmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))])
-
-
-def plot_staleness(results: Results) -> Figure:
-    """MiniRL's figures 2 to 4: N = 2, 4, 8."""
-    cells = [
-        ("no mask, no replay", "no_clip", "none", "extra", ":"),
-        ("no mask, R2", "no_clip", "r2", "further", "-."),
-        ("no replay", "minirl_c5", "none", "none", "--"),
-        ("R2", "minirl_c5", "r2", "r2", "-"),
-        ("R3", "minirl_c5", "r3", "r3", "-"),
-    ]
-    return plot_curves(
-        {
-            f"N = {updates}": [
-                (label, results.runs(arm, replay, updates=updates), COLORS[color], dash)
-                for label, arm, replay, color, dash in cells
-            ]
-            for updates in (2, 4, 8)
-        }
-    )
-
-
-def plot_on_policy(results: Results) -> Figure:
-    """MiniRL's figure 1: N = 1."""
-    arms = {
-        "minirl_c5": ("MiniRL", "-"),
-        "length_norm": ("with length norm", "--"),
-        "no_is": ("without weight to mu", ":"),
-    }
-    columns = {
-        REPLAYS[replay]: [
-            (label, results.runs(arm, replay, updates=1), color, dash)
-            for (arm, (label, dash)), color in zip(
-                arms.items(), (COLORS["r3"], COLORS["r2"], COLORS["extra"]), strict=True
-            )
-        ]
-        for replay in ("none", "r3")
-    }
-    return plot_curves(columns)
 
 
 def plot_gaps(results: Results) -> Figure:
@@ -256,22 +262,7 @@ def plot_gaps(results: Results) -> Figure:
     return figure
 
 
-def plot_cold_starts(results: Results) -> Figure:
-    """Three lengths of the cold start."""
-    looks = {340: ("extra", ":"), 420: ("r2", "--"), 560: ("r3", "-")}
-    lines = [
-        (
-            f"{length} supervised steps",
-            results.runs("minirl_c5", "r2", updates=2, cold_start=length),
-            COLORS[color],
-            dash,
-        )
-        for length, (color, dash) in looks.items()
-    ]
-    return plot_curves({"MiniRL (C = 5), R2, N = 2": lines})
-
-
-FIGURES = {
+FIGURES: dict[str, Callable[[Results], Figure]] = {
     "calibration": plot_calibration, "trust_regions": plot_trust_regions, "anchors": plot_anchors, "core": plot_core,
-    "staleness": plot_staleness, "on_policy": plot_on_policy, "gaps": plot_gaps, "cold_starts": plot_cold_starts,
-}  # fmt: skip
+    "gaps": plot_gaps,
+} | {name: partial(plot_curves, columns=columns) for name, columns in CURVES.items()}  # fmt: skip

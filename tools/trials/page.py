@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from trials.figures import FIGURES, GAPS, REPLAYS, save
+from trials.figures import CURVES, FIGURES, GAPS, REPLAYS, Line, save
 from trials.grids import ARMS, TABLES
 from trials.outcomes import Outcome
 from trials.results import NotRunError, Results, Runs, count_collapsed, read_archive
@@ -81,11 +82,11 @@ def list_arms(results: Results) -> str:
 
 
 def sum_up(runs: Runs) -> str:
-    """Median final reward [range], and collapses."""
+    """Median final reward [range]; collapsed runs of all, with their interval."""
     if not runs:
         return "–"
     finals = [run.final for run in runs.values()]
-    return f"{median(finals):.2f} [{min(finals):.2f}, {max(finals):.2f}], {count_collapsed(runs).partition(' [')[0]}†"
+    return f"{median(finals):.2f} [{min(finals):.2f}, {max(finals):.2f}]; {count_collapsed(runs)}"
 
 
 def list_gaps(results: Results) -> str:
@@ -100,23 +101,16 @@ def list_gaps(results: Results) -> str:
     return "\n".join(lines)
 
 
-def list_cells(cells: dict[str, tuple[str, str, dict[str, Any]]]) -> Callable[[Results], str]:
-    """A table of cells: median final reward, entropy of the last quarter, growth of k3, last held-out score."""
-
-    def make(results: Results) -> str:
-        lines = [
-            "| | final reward | entropy, last quarter | growth of k3 | held-out score at the end |",
-            "|---" * 5 + "|",
-        ]
-        for label, (arm, replay, axes) in cells.items():
-            if runs := results.runs(arm, replay, **axes):
-                every = list(runs.values())
-                entropy, growth = median(map(last_entropy, every)), median(run.growth for run in every)
-                score = median(run.scores[-1] for run in every)
-                lines.append(f"| {label} | {sum_up(runs)} | {entropy:.2f} | {growth:.1f} | {score:.2f} |")
-        return "\n".join(lines)
-
-    return make
+def list_cells(results: Results, columns: Mapping[str, Sequence[Line]]) -> str:
+    """The cells of a figure: median final reward, entropy of the last quarter, growth of k3, last held-out score."""
+    lines = ["| | final reward | entropy, last quarter | growth of k3 | held-out score at the end |", "|---" * 5 + "|"]
+    for column, line in ((column, line) for column, cells in columns.items() for line in cells):
+        if runs := results.runs(line.arm, line.replay, **line.axes):
+            every = list(runs.values())
+            entropy, growth = median(map(last_entropy, every)), median(run.growth for run in every)
+            score = median(run.scores[-1] for run in every)
+            lines.append(f"| {column}, {line.label} | {sum_up(runs)} | {entropy:.2f} | {growth:.1f} | {score:.2f} |")
+    return "\n".join(lines)
 
 
 def last_entropy(run: Outcome) -> float:
@@ -124,27 +118,9 @@ def last_entropy(run: Outcome) -> float:
     return mean(run.series["entropy"][-run.window :])
 
 
-STALENESS = {
-    f"N = {n}, {label}": (arm, replay, {"updates": n})
-    for n in (2, 4, 8)
-    for label, arm, replay in (
-        ("no mask, no replay", "no_clip", "none"), ("no mask, R2", "no_clip", "r2"), ("no replay", "minirl_c5", "none"),
-        ("R2", "minirl_c5", "r2"), ("R3", "minirl_c5", "r3"),
-    )
-}  # fmt: skip
-ON_POLICY = {
-    f"{ARMS[arm]['label']}, {REPLAYS[replay]}": (arm, replay, {"updates": 1})
-    for arm in ("minirl_c5", "length_norm", "no_is")
-    for replay in ("none", "r3")
-}
-COLD_STARTS = {
-    f"{length} supervised steps": ("minirl_c5", "r2", {"updates": 2, "cold_start": length})
-    for length in (340, 420, 560)
-}
 TABLES_OF_PAGE: dict[str, Callable[[Results], str]] = {
     "predictions": list_predictions, "calibration": list_calibration, "arms": list_arms, "gaps": list_gaps,
-    "staleness": list_cells(STALENESS), "on_policy": list_cells(ON_POLICY), "cold_starts": list_cells(COLD_STARTS),
-}  # fmt: skip
+} | {name: partial(list_cells, columns=columns) for name, columns in CURVES.items()}  # fmt: skip
 
 
 def describe_row(row: SourceRow, data: dict[str, Any]) -> str:

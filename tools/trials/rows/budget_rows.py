@@ -14,8 +14,8 @@ from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Uniform, ada_seq_balance, ada_seq_pos
 from trials.intervals import Interval, describe, first_reach, median_interval, plot_intervals
 from trials.rows.prompt_bandit import Course, PromptBandit, Recipe, train
-from trials.rows.sampling_rows import BLUE, GRAY, GREEN, ORANGE, RED, SEEDS, share_samples
-from trials.rows.source_row import Data, SourceRow
+from trials.rows.sampling_rows import SEEDS, share_samples
+from trials.rows.source_row import BLUE, GRAY, GREEN, ORANGE, RED, Data, SourceRow
 
 
 def run_seeds(recipe: Recipe, num_steps: int, learning_rate: float) -> list[Course]:

@@ -15,8 +15,8 @@ from megarl.core.sampling import allocate, expected_samples
 from megarl.core.sampling.pass_at_k import mean_interval
 from trials.intervals import describe, median_interval
 from trials.rows.prompt_bandit import PromptBandit, Recipe, fit_mixture, train
-from trials.rows.sampling_rows import BLUE, GREEN, ORANGE, RED, SEEDS
-from trials.rows.source_row import Data, SourceRow
+from trials.rows.sampling_rows import SEEDS
+from trials.rows.source_row import BLUE, GREEN, ORANGE, RED, Data, SourceRow
 
 # Row 9: variance-reduced log p against Balance, clip 256
 

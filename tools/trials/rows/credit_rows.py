@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -20,6 +19,7 @@ from megarl.core.choices.parts import Scope
 from megarl.core.objectives import OBJECTIVES, Objective
 from megarl.core.sampling import allocate, gvm_allocate
 from megarl.core.sampling.allocation import allocate_by_weights
+from trials.intervals import median_interval
 from trials.rows.allocation_bandit import PromptBandit, estimate, gradient_error, make_bandit
 from trials.rows.chain_problem import train
 from trials.rows.ratio_rows import COLORS, MARKERS, plot_spans, span
@@ -27,20 +27,10 @@ from trials.rows.source_row import Data, SourceRow
 from trials.rows.stopping_problem import FORMS, bias_of_gradient
 
 
-def median_span(values: Sequence[float] | Tensor | np.ndarray) -> list[float]:
-    """Return [low, median, high] of one value per seed: order statistics around the median, of 95 % or more.
-
-    [x_(k), x_(n+1-k)] misses the median with chance 2 P[Bin(n, 1/2) < k], for any continuous distribution.
-    """
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    size = len(ordered)
-    k = max(k for k in range(1, size // 2 + 1) if k == 1 or missing_chance(size, k) <= 0.05)
-    return [float(ordered[k - 1]), float(np.median(ordered)), float(ordered[size - k])]
-
-
-def missing_chance(size: int, k: int) -> float:
-    """Return the chance that the median of ``size`` values is not between the k-th smallest and the k-th largest."""
-    return 2 * sum(math.comb(size, i) for i in range(k)) / 2**size
+def median_span(values: Sequence[float] | Tensor) -> list[float]:
+    """Return [low, median, high] of one value per seed: ``median_interval``, in the order of ``plot_spans``."""
+    middle, low, high = median_interval(np.asarray(values, dtype=np.float64).tolist())
+    return [low, middle, high]
 
 
 # Row 14.
@@ -99,20 +89,27 @@ def draw_powers(figure: Figure, data: Data) -> None:
 
 
 def conclude_powers(data: Data) -> str:
-    """Count the settings in which each half of the source's order shows, or the opposite."""
+    """Count the settings in which each half of the source's order shows by a point or more, or the opposite."""
     cells = [(cell, arms) for cell in data["cells"] for arms in cell["differences"].values()]
 
     def count(arm: str, sign: int) -> int:
-        return sum(min(sign * arms[arm][0], sign * arms[arm][2]) > 0 for _, arms in cells)
+        return sum(is_apart(arms[arm], sign) for _, arms in cells)
 
-    both = sum(arms["clip"][0] > 0 > arms["full"][2] for _, arms in cells)
-    below = {lr: [arms["full"][2] < 0 for cell, arms in cells if cell["lr"] == lr] for lr in LEARNING_RATES}
+    both = sum(is_apart(arms["clip"], 1) and is_apart(arms["full"], -1) for _, arms in cells)
+    below = {lr: [is_apart(arms["full"], -1) for cell, arms in cells if cell["lr"] == lr] for lr in LEARNING_RATES}
     by_rate = ", ".join(f"{sum(flags)} of {len(flags)} at rate {lr:g}" for lr, flags in below.items())
     return (
-        f"The source's order clip > q = 0 > q = 1 showed in {both} of {len(cells)} settings: by the interval of the "
-        f"median difference, clip is above q = 0 in {count('clip', 1)} and below in {count('clip', -1)}; q = 1 is "
-        f"above in {count('full', 1)} and below in {count('full', -1)} ({by_rate})."
+        f"The source's order clip > q = 0 > q = 1 showed in {both} of {len(cells)} settings at equal learning rates. "
+        f"By the interval of the median difference, where that is a point of pass rate or more, clip is above q = 0 in "
+        f"{count('clip', 1)} and below in {count('clip', -1)}; q = 1 is above in {count('full', 1)} and below in "
+        f"{count('full', -1)} ({by_rate}). A clip shortens the steps, so that another rate may suit it."
     )
+
+
+def is_apart(interval: Sequence[float], sign: int) -> bool:
+    """Whether [low, median, high] lies on the side ``sign`` of 0, with a median of 0.01 or more."""
+    low, middle, high = (sign * value for value in interval)
+    return min(low, high) > 0 and middle >= 0.01
 
 
 # Row 15.

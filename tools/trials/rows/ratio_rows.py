@@ -26,11 +26,10 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives import OBJECTIVES, Mask, coefficients
 from megarl.core.ratios import aggregate
 from trials.rows.replay_effects import NUM_MINI_BATCHES, replay_effects
-from trials.rows.source_row import Data, SourceRow
+from trials.rows.source_row import BLUE, GREEN, PURPLE, RED, Data, SourceRow
 from trials.rows.tool_episodes import NUM_EPISODES, make_episodes
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Of Okabe and Ito: they differ for all kinds of colour vision."""
+COLORS = BLUE, RED, GREEN, PURPLE
 MARKERS = ("o", "s", "^", "D")
 
 
@@ -291,7 +290,7 @@ def conclude_windows(data: Data) -> str:
     return (
         f"Of the first {EDGES[1]} tokens and of those beyond token {EDGES[-2]}, windows drop {'; '.join(early_late)}; "
         f"over all positions the fixed one drops {100 * low:+.0f} to {100 * high:+.0f} points more than the printed. "
-        f"The source's shares (20 %, 5 to 10 %) are within all intervals {drifts} (of {', '.join(map(str, SIGMAS))}); "
+        f"All intervals overlap the source's shares (20 %, 5 to 10 %) {drifts} (of {', '.join(map(str, SIGMAS))}); "
         f"normal log-ratios with its fit, {SIGMAS[REPORTED]:g}, and no trend would already give {data['implied']:.0%}."
     )
 

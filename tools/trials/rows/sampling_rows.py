@@ -19,11 +19,9 @@ from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_se
 from megarl.core.sampling.allocation import allocate_by_weights, budget_weights
 from trials.intervals import Interval, describe, median_interval, plot_intervals
 from trials.rows.prompt_bandit import PUBLISHED_PASS_AT_K, PromptBandit, Recipe, fit_mixture, train
-from trials.rows.source_row import Data, SourceRow
+from trials.rows.source_row import BLUE, GRAY, GREEN, ORANGE, RED, Data, SourceRow
 
 SEEDS = range(10)
-BLUE, ORANGE, GREEN, RED, GRAY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777"
-"""Of the palette of Okabe and Ito, which colour-blind readers can tell apart."""
 
 # Row 5: share of mixed groups over a run
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+BLUE, RED, GREEN, PURPLE, ORANGE, GRAY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#777777"
+"""Of Okabe and Ito: they differ for all kinds of colour vision."""
 Data = dict[str, Any]
 """JSON values: what was measured, the only input of picture and sentence."""
 
