@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from trials import page, verdicts
-from trials.grids import make_cell
+from trials.grids import AXES, TABLES, cells_of, make_cell
 from trials.intervals import bound_share, compare_pairs, cover_median
 from trials.outcomes import Outcome, from_line, to_line
 from trials.results import NotRunError, Results, count_collapsed, read_archive, write_archive
@@ -166,3 +166,12 @@ def test_an_archive_has_every_outcome_and_the_same_bytes(tmp_path: Path) -> None
     write_archive(tmp_path, tmp_path / "b.gz")
     assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
     assert [*read_archive(tmp_path / "a.gz").runs("minirl_c5", "none")] == [0, 1, 2]
+
+
+def test_contested_cells_have_five_seeds() -> None:
+    stored = read_archive(page.STORE / "outcomes.jsonl.gz")
+    for cell in {cell for grid in TABLES["grids"] if grid != "calibration" for cell, _ in cells_of(grid)}:
+        axes = {axis: getattr(cell, axis) for axis in AXES}
+        runs = stored.runs(cell.arm, cell.replay, **axes)
+        is_contested = 0 < sum(run.has_collapsed for run in runs.values()) < len(runs)
+        assert len(runs) >= (5 if is_contested else 3), cell.name

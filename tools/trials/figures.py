@@ -211,7 +211,7 @@ def plot_curves(results: Results, columns: Mapping[str, Sequence[Line]]) -> Figu
             tidy(panel, "" if row else title, "updates" if row == 3 else "", "" if column else name)
         grid[2, column].set_yscale("log")
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(columns) - 1, frameon=False)
     return figure
 
 

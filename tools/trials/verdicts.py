@@ -145,7 +145,8 @@ def judge_cold_starts(results: Results) -> Verdict:
     firsts = {length: median(run.rewards[0] for run in runs.values()) for length, runs in cells.items()}
     words = [f"{length} steps: first {firsts[length]:.2f}, final {finals[length]:.2f}" for length in cells]
     spread = max(finals.values()) - min(finals.values())
-    return "; ".join(words), f"medians of three seeds, {spread:.2f} apart: no interval"
+    seeds = ", ".join(str(len(runs)) for runs in cells.values())
+    return "; ".join(words), f"medians of {seeds} seeds, {spread:.2f} apart: no interval"
 
 
 def pair_replays(results: Results, arm: str, first: str, second: str, **axes: int | str) -> tuple[Runs, Runs]:
