@@ -99,7 +99,7 @@ def plot_trust_regions(results: Results) -> Figure:
     axes.set_xticks(range(len(arms)), [ARMS[arm]["label"].replace(" at", "\nat").replace(" (", "\n(") for arm in arms])
     axes.tick_params(axis="x", labelsize=7.5)
     tidy(axes, "router noise 0.3, 4 updates per step; bars: medians, crosses: collapsed runs", "", "final reward")
-    axes.legend(ncols=3, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))
+    axes.legend(*axes.get_legend_handles_labels(), ncols=3, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))
     return figure
 
 
@@ -141,7 +141,7 @@ def plot_anchors(results: Results) -> Figure:
     axes.set_xticks(range(len(ANCHORS)), list(ANCHORS))
     axes.set_xlim(-0.5, len(ANCHORS) - 0.5)
     tidy(axes, "above 0: the mask at mu ends higher than the equal mask at old", "", "difference of\nfinal rewards")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(*axes.get_legend_handles_labels(), frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -258,7 +258,7 @@ def plot_gaps(results: Results) -> Figure:
     for axes, title in zip(panels, titles, strict=True):
         axes.set_xticks(range(len(GAPS)), list(GAPS.values()), fontsize=7)
         tidy(axes, title)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(*panels[2].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
