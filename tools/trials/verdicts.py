@@ -94,10 +94,10 @@ def judge_replay(replay: str, arms: Mapping[str, str]) -> Callable[[Results], Ve
     return lambda results: compare({label: pair_replays(results, arm, replay, "none") for label, arm in arms.items()})
 
 
-def judge_arms(first: str, second: str, seeds: int = SEEDS, **axes: int) -> Callable[[Results], Verdict]:
+def judge_arms(first: str, second: str, **axes: int) -> Callable[[Results], Verdict]:
     """P6, P7, P10 to P12, P14, P16: an arm against another, without replay."""
     return lambda results: compare(
-        {"": (results.require(first, "none", seeds, **axes), results.require(second, "none", seeds, **axes))}
+        {"": (results.require(first, "none", SEEDS, **axes), results.require(second, "none", SEEDS, **axes))}
     )
 
 

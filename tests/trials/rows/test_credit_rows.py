@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
+from trials.intervals import cover_median
 from trials.rows import allocation_bandit, chain_problem, credit_rows, stopping_problem
 from trials.rows.source_row import Data, SourceRow
 
@@ -50,10 +51,11 @@ def test_each_row_has_a_picture_and_a_sentence(
     assert row.conclude(measured[row.number]).endswith(".")
 
 
-@pytest.mark.parametrize(("size", "k"), [(16, 4), (20, 6), (24, 7)])
-def test_intervals_of_the_median_are_those_of_the_sign_test(size: int, k: int) -> None:
+@pytest.mark.parametrize(("size", "k", "missing"), [(16, 4, 0.02127), (20, 6, 0.04139), (24, 7, 0.02266)])
+def test_intervals_of_the_median_are_those_of_the_sign_test(size: int, k: int, missing: float) -> None:
     values = np.random.default_rng(0).permutation(size).astype(float)
     assert credit_rows.median_span(values) == [k - 1, (size - 1) / 2, size - k]
+    assert 1 - cover_median(size, k) == pytest.approx(missing, abs=1e-5)
 
 
 @pytest.fixture
